@@ -1,0 +1,1 @@
+"""N-dimensional parallel training of language models for PyTorch Lightning."""

@@ -1,0 +1,1 @@
+"""Context-parallel attention: layout, plan, transport, local kernels."""

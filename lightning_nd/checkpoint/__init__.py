@@ -1,0 +1,1 @@
+"""Reading and writing weights: Hugging Face folders and sharded checkpoints."""

@@ -1,0 +1,1 @@
+"""Chat, completion and text sources, sampling and the data module."""

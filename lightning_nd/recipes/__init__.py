@@ -1,0 +1,1 @@
+"""LightningModules that fine-tune causal language models."""
