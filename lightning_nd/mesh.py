@@ -1,0 +1,172 @@
+"""The layout of ranks: validated degrees and the named device meshes made from them.
+
+Axes from the outermost to the innermost: ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``. Neighbouring ranks share a
+``tp`` group, so the axis that talks most stays inside a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+
+Degree = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The degree of every mesh axis; their product is the number of ranks.
+
+    Args:
+        dp_replicate: replicas of the sharded model (HSDP when ``dp_shard`` > 1, DDP when it is 1).
+        dp_shard: ranks over which parameters, gradients and optimizer state are sharded (FSDP2).
+        cp: ranks that share one sequence.
+        tp: ranks that share every layer.
+
+    Raises:
+        ValueError: if a degree is not a positive integer.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, degree in self.as_dict().items():
+            _check_degree(axis, degree)
+
+    @classmethod
+    def resolve(
+        cls, *, world_size: int, dp_replicate: Degree = 1, dp_shard: Degree = "auto", cp: Degree = 1, tp: Degree = 1
+    ) -> ParallelDims:
+        """Fill the one ``"auto"`` degree with the ranks that the others leave.
+
+        Raises:
+            ValueError: if more than one degree is ``"auto"``, a degree is not positive, or the product of the degrees
+                is not ``world_size``. The message holds every number.
+        """
+        given: dict[str, Degree] = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+        picture = " × ".join(f"{axis}={degree}" for axis, degree in given.items())
+        autos = [axis for axis, degree in given.items() if degree == "auto"]
+        if len(autos) > 1:
+            raise ValueError(
+                f"ParallelDims: only one degree can be 'auto', got {' and '.join(autos)} ({picture})."
+                " Give a number to all but one of them."
+            )
+        fixed = 1
+        for axis, degree in given.items():
+            if degree != "auto":
+                fixed *= _check_degree(axis, degree)
+        if world_size % fixed or (not autos and fixed != world_size):
+            smaller = [d for d in range(1, world_size + 1) if world_size % d == 0]
+            raise ValueError(
+                f"ParallelDims: {picture} does not fit {world_size} rank{'s' if world_size > 1 else ''}:"
+                f" the given degrees multiply to {fixed}, and the product of all degrees must be the number of ranks."
+                f" Allowed degrees are divisors of {world_size} ({', '.join(map(str, smaller))}); change a degree, leave"
+                " dp_shard at 'auto', or start another number of processes (devices × num_nodes)."
+            )
+        resolved = {axis: world_size // fixed if degree == "auto" else degree for axis, degree in given.items()}
+        return cls(**resolved)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """The number of data ranks: ranks that read different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    def as_dict(self) -> dict[str, int]:
+        """Degrees by axis name, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The position of a global rank on every axis."""
+        position, rest = {}, rank
+        for axis in reversed(AXES):
+            rest, position[axis] = divmod(rest, getattr(self, axis))
+        return {axis: position[axis] for axis in AXES}
+
+    def build_meshes(self, device_type: str, timeout: timedelta | None = None) -> Meshes:
+        """Make every mesh that the strategy uses; collective over all ranks.
+
+        Args:
+            device_type: ``"cpu"`` or ``"cuda"``.
+            timeout: applied to the process group of every mesh; ``None`` keeps torch's default.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        ranks = init_device_mesh(device_type, (self.world_size,), mesh_dim_names=("ranks",))
+        axes = ranks._unflatten(0, tuple(self.as_dict().values()), AXES)
+        # Parameters live on their own view, in which dp_shard and cp are one axis: fully_shard takes a mesh of
+        # (dp_shard, cp) for "replicate, shard", and slicing a flattened axis out of a root mesh is deprecated.
+        params = ranks._unflatten(
+            0, (self.dp_replicate, self.dp_shard * self.cp, self.tp), ("dp_replicate", "dp_shard_cp", "tp")
+        )
+        meshes = Meshes(
+            axes=axes,
+            data=axes["dp_replicate", "dp_shard"]._flatten("data_parallel"),
+            loss=axes["dp_replicate", "dp_shard", "cp"]._flatten("loss"),
+            fsdp=params["dp_replicate", "dp_shard_cp"] if self.dp_replicate > 1 else params["dp_shard_cp"],
+            cp=axes["cp"],
+            tp=params["tp"],
+            dims=self,
+        )
+        if timeout is not None:
+            meshes.set_timeout(timeout)
+        return meshes
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis}={degree}" for axis, degree in self.as_dict().items())
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The device meshes by purpose; made once by `ParallelDims.build_meshes` and never rebuilt.
+
+    Attributes:
+        axes: all four axes.
+        data: 1-D, ``dp_replicate × dp_shard``: which rows a rank reads.
+        loss: 1-D, ``dp_replicate × dp_shard × cp``: token counts, logged means, evaluation sums.
+        fsdp: 1-D ``dp_shard × cp``, or 2-D ``dp_replicate, dp_shard × cp`` (HSDP): what `fully_shard` gets.
+        cp: the attention ring.
+        tp: tensor and sequence parallelism.
+        dims: the degrees.
+    """
+
+    axes: DeviceMesh
+    data: DeviceMesh
+    loss: DeviceMesh
+    fsdp: DeviceMesh
+    cp: DeviceMesh
+    tp: DeviceMesh
+    dims: ParallelDims
+
+    def groups(self) -> list[ProcessGroup]:
+        """Every process group behind the meshes, each once."""
+        meshes = (self.axes, self.data, self.loss, self.fsdp, self.tp)
+        found = [group for mesh in meshes for group in mesh.get_all_groups()]
+        return list(dict.fromkeys(found))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Give every group this timeout: a mesh's own groups do not take over that of the world group."""
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        for group in self.groups():
+            _set_pg_timeout(timeout, group)
+
+
+def _check_degree(axis: str, degree: object) -> int:
+    if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+        hint = " ('auto' takes the remaining ranks)" if axis in ("dp_shard", "dp_replicate") else ""
+        raise ValueError(f"ParallelDims: {axis} must be a positive integer{hint}, got {degree!r}.")
+    return degree
