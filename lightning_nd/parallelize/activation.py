@@ -1,0 +1,120 @@
+"""Activation checkpointing of blocks: none, every block, every n-th block, or by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_nd.parallelize.blocks import find_blocks
+from lightning_nd.parallelize.sequence import SequenceShard
+
+ActivationCheckpointing = Literal["none", "full", "selective"] | int
+ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+ContextFn = Callable[[], ContextPair]
+
+
+def check_activation_checkpointing(mode: ActivationCheckpointing) -> None:
+    """Raise ValueError unless ``mode`` is ``"none"``, ``"full"``, ``"selective"`` or a positive integer."""
+    if isinstance(mode, bool) or (
+        mode not in ("none", "full", "selective") and not (isinstance(mode, int) and mode > 0)
+    ):
+        raise ValueError(
+            f"NDStrategy: activation_checkpointing must be 'none', 'full', 'selective' or a positive integer n"
+            f" (every n-th block), got {mode!r}."
+        )
+
+
+def apply_activation_checkpointing(
+    model: nn.Module, mode: ActivationCheckpointing, sequence: SequenceShard | None = None
+) -> None:
+    """Recompute blocks in the backward pass instead of keeping their activations, in place.
+
+    Args:
+        model: transformers blocks are checkpointed by their own switch, others by torch's `checkpoint_wrapper`.
+        mode: ``"full"`` recomputes every block, ``n`` every n-th one, ``"selective"`` keeps what is dear to recompute
+            (attention, and every second matrix product, the rule of torchtitan) and recomputes the rest.
+        sequence: the model's sequence shard, whose length a recomputation must see.
+    """
+    check_activation_checkpointing(mode)
+    _take_over(model)
+    if mode == "none":
+        return
+    every = mode if isinstance(mode, int) else 1
+    context_fn = partial(_contexts, sequence, mode == "selective")
+    for index, (name, block) in enumerate(find_blocks(model)):
+        if index % every:
+            continue
+        if hasattr(block, "gradient_checkpointing"):
+            block.gradient_checkpointing = True  # type: ignore[assignment]
+            block._gradient_checkpointing_func = partial(  # type: ignore[assignment]
+                checkpoint, use_reentrant=False, context_fn=context_fn
+            )
+        else:
+            _wrap(model, name, block, context_fn)
+
+
+def _take_over(model: nn.Module) -> None:
+    """Switch the model's own checkpointing off: it would not restore the sequence length."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def _wrap(model: nn.Module, name: str, block: nn.Module, context_fn: ContextFn) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+    parent, _, key = name.rpartition(".")
+    wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, context_fn=context_fn)
+    model.get_submodule(parent).register_module(key, wrapped)
+
+
+def _contexts(sequence: SequenceShard | None, selective: bool) -> ContextPair:
+    pairs: list[ContextPair] = []
+    if sequence is not None:
+        pairs.append(sequence.checkpoint_contexts())
+    if selective:
+        pairs.append(create_selective_checkpoint_contexts(_keep_policy()))
+    return _enter([p[0] for p in pairs]), _enter([p[1] for p in pairs])
+
+
+@contextmanager
+def _enter(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _keep_policy() -> Callable[..., CheckpointPolicy]:
+    aten = torch.ops.aten
+    attention = {
+        getattr(aten, name).default
+        for name in (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+        )
+        if hasattr(aten, name)
+    }
+    products = {aten.mm.default, aten.addmm.default}
+    seen = {False: 0, True: 0}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in attention:
+            return CheckpointPolicy.MUST_SAVE
+        if op in products:
+            seen[ctx.is_recompute] += 1
+            if seen[ctx.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy

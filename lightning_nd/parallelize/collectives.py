@@ -1,0 +1,154 @@
+"""Differentiable collectives between the two layouts of an activation under tensor parallelism.
+
+Each pair is named forward_backward. The conjugate pairs are those of Megatron-LM (Shoeybi et al. 2019, section 3,
+``f`` and ``g``) and its sequence parallelism (Korthikanti et al. 2022, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import ProcessGroup
+
+
+def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Concatenate the equally sized shards of all ranks along ``dim``."""
+    size = group.size()
+    if size == 1:
+        return x
+    x = x.contiguous()
+    gathered = x.new_empty((size, *x.shape))
+    dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=group)
+    return gathered.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+
+
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks and keep this rank's shard of ``dim``, which the group's size must divide."""
+    size = group.size()
+    if size == 1:
+        return x
+    shape = (*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
+    stacked = x.reshape(shape).movedim(dim, 0).contiguous()
+    shard = stacked.new_empty(stacked.shape[1:])
+    dist.reduce_scatter_tensor(shard.view(-1), stacked.view(-1), group=group)
+    return shard
+
+
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks; the input is left as it is."""
+    if group.size() == 1:
+        return x
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def own_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard of ``dim``, which the group's size must divide."""
+    size = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * size, size).contiguous()
+
+
+class _Identity_AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _AllReduce_Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _AllGather_ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter_AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return reduce_scatter(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _AllGather_Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return own_slice(grad, ctx.dim, ctx.group), None, None
+
+
+class _Slice_AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return own_slice(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+def identity_allreduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Replicated activation into work that every rank does for its own shard: the gradients add up."""
+    return _Identity_AllReduce.apply(x, group)
+
+
+def allreduce_identity(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Partial sums into the replicated total."""
+    return _AllReduce_Identity.apply(x, group)
+
+
+def allgather_reducescatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Shard of ``dim`` into the whole, for work whose gradients are partial on every rank."""
+    return _AllGather_ReduceScatter.apply(x, dim, group)
+
+
+def reducescatter_allgather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Partial sums into this rank's shard of ``dim`` of the total."""
+    return _ReduceScatter_AllGather.apply(x, dim, group)
+
+
+def allgather_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Shard of ``dim`` into the whole, for work that every rank repeats: the gradient is complete everywhere."""
+    return _AllGather_Slice.apply(x, dim, group)
+
+
+def slice_allgather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Replicated activation into this rank's shard of ``dim``."""
+    return _Slice_AllGather.apply(x, dim, group)

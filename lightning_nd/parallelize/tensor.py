@@ -1,0 +1,384 @@
+"""Tensor parallelism: a plan of styles by module name, checked and applied to a model.
+
+The plan comes from transformers (``base_model_tp_plan`` and ``_tp_plan``) or from the user. What this file adds: a
+vocabulary-parallel input embedding, replicated key/value heads where there are fewer than ranks, regions for sequence
+parallelism, ties, and the same mesh for every parameter, so that foreach and fused optimizers see one kind of tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+from lightning_nd.parallelize.blocks import block_list
+from lightning_nd.parallelize.sequence import SequenceShard, is_tokenwise
+from lightning_nd.parallelize.styles import STYLES, ReplicatedKeyValue, ShardedParameter, Site, Style, install_style
+
+log = logging.getLogger(__name__)
+
+TPPlan = Mapping[str, str]
+
+#: Plans for what transformers leaves replicated; names as in `base_model_tp_plan`.
+SUPPLEMENTS: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "sharded_parameter",
+    },
+}
+
+
+@dataclass
+class TensorParallelism:
+    """What tensor parallelism did to a model.
+
+    Attributes:
+        partial: names of parameters whose gradients are partial sums over the tp ranks after backward.
+        sequence: the sequence shard of the model; ``None`` without sequence parallelism.
+        replicated_kv_heads: key/value heads were replicated because there are fewer than ranks.
+    """
+
+    partial: frozenset[str] = frozenset()
+    sequence: SequenceShard | None = None
+    replicated_kv_heads: bool = False
+
+
+@dataclass
+class _Assignment:
+    """The style of every planned module and bare parameter, by full name."""
+
+    modules: dict[str, Style] = field(default_factory=dict)
+    parameters: dict[str, Style] = field(default_factory=dict)
+
+
+def resolve_plan(model: nn.Module, tp_plan: TPPlan | Literal["auto"], size: int) -> dict[str, str]:
+    """The plan for a model, with names relative to it.
+
+    Raises:
+        ValueError: if there is no plan, or a style in it is unknown.
+    """
+    family = _family(model)
+    if tp_plan == "auto":
+        plan = dict(getattr(model, "tp_plan", None) or {})
+        prefix = getattr(model, "base_model_prefix", "")
+        for name, style in SUPPLEMENTS.get(family, {}).items():
+            plan[f"{prefix}.{name}" if prefix else name] = style
+        # A plan for the head alone (transformers puts one on every class) does not split the layers.
+        if not any(".*." in name for name in plan):
+            raise ValueError(
+                f"NDStrategy: tp={size} needs a tensor-parallel plan, and {type(model).__name__} ({family}) has none."
+                " Use tp=1 (dp_shard works for any model), or give one:"
+                ' NDStrategy(tp_plan={"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise", ...}).'
+            )
+    else:
+        plan = dict(tp_plan)
+    unknown = {style for style in plan.values() if style not in STYLES}
+    if unknown:
+        raise ValueError(
+            f"NDStrategy: the tensor-parallel plan of {type(model).__name__} uses {', '.join(sorted(unknown))}, which"
+            f" is not supported. Allowed styles: {', '.join(sorted(STYLES))}. Use tp=1 or give another tp_plan."
+        )
+    return plan
+
+
+def check_tensor_parallel(model: nn.Module, tp_plan: TPPlan | Literal["auto"], size: int) -> None:
+    """Refuse a model that cannot be split over ``size`` ranks with one process's numbers.
+
+    Works on a meta model, before weights are loaded.
+
+    Raises:
+        ValueError: naming what was given, what is allowed, and what to change.
+    """
+    if size == 1:
+        return
+    plan = resolve_plan(model, tp_plan, size)
+    _check_heads(model, plan, size)
+    _check_dropout(model, size)
+    assignment = _assign(model, plan)
+    modules = dict(model.named_modules())
+    for name, style in assignment.modules.items():
+        if not _is_kv_projection(name, modules):
+            style.check(name, modules[name], size)
+
+
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, tp_plan: TPPlan | Literal["auto"] = "auto", sequence_parallel: bool = True
+) -> TensorParallelism:
+    """Split a model over the ``tp`` mesh, in place.
+
+    Every parameter becomes a DTensor on the mesh; parameters may be on meta. Real parameters are taken as equal on all
+    ranks: each rank keeps its own slice, nothing is sent.
+
+    Raises:
+        ValueError: see `check_tensor_parallel`.
+    """
+    if mesh.size() == 1:
+        return TensorParallelism()
+    check_tensor_parallel(model, tp_plan, mesh.size())
+    plan = resolve_plan(model, tp_plan, mesh.size())
+    assignment = _assign(model, plan)
+    replicated_kv = _replicate_kv_heads(model, assignment, mesh)
+    regions = _find_regions(model, assignment, trusted=getattr(model, "tp_plan", None) is not None)
+    sequence = _sequence_shard(model, mesh, tp_plan, sequence_parallel)
+
+    partial: set[str] = set()
+    placements: dict[str, Placement] = {}
+    for name, module in model.named_modules():
+        region = _enclosing(name, regions)
+        pure = region is not None and regions[region]
+        site = Site(mesh, pure=pure, scatter=None if sequence is None else sequence.scatter_sum)
+        style = assignment.modules.get(name, STYLES["replicate"])
+        own = list(module.named_parameters(recurse=False))
+        if not own and name not in assignment.modules:
+            continue
+        for key, parameter in own:
+            full_name = f"{name}.{key}" if name else key
+            owner = assignment.parameters.get(full_name, style)
+            placements[full_name] = owner.placement(key, parameter.dim())
+            inside_blocks = sequence is not None and region is None and _in_blocks(full_name, regions)
+            if owner.is_partial(key, site) or inside_blocks:
+                partial.add(full_name)
+        install_style(module, style, site)
+
+    _shard_parameters(model, mesh, placements)
+    # After the styles: a region's border surrounds what its layers do.
+    if sequence is not None:
+        modules = dict(model.named_modules())
+        for name, pure in regions.items():
+            sequence.install_on_region(modules[name], pure)
+        blocks = block_list(model)
+        assert blocks is not None
+        sequence.install_on_chain(blocks)
+    else:
+        _install_plain_regions(model, regions, mesh)
+    log.debug("tensor parallel: %d regions, %d partial gradients", len(regions), len(partial))
+    return TensorParallelism(frozenset(partial), sequence, replicated_kv)
+
+
+def _install_plain_regions(model: nn.Module, regions: dict[str, bool], mesh: DeviceMesh) -> None:
+    from lightning_nd.parallelize import collectives as comm
+    from lightning_nd.parallelize.sequence import map_hidden_input
+
+    modules, group = dict(model.named_modules()), mesh.get_group()
+    for name, pure in regions.items():
+        if pure:
+            map_hidden_input(modules[name], lambda x: comm.identity_allreduce(x, group))
+
+
+def _family(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    return str(getattr(config, "model_type", type(model).__name__))
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(r"[^.]+".join(re.escape(part) for part in name.split("*")))
+
+
+def _assign(model: nn.Module, plan: Mapping[str, str]) -> _Assignment:
+    """Find what each name of the plan stands for.
+
+    Raises:
+        ValueError: if a name of a user's plan matches nothing. (Families list names that only some sizes have.)
+    """
+    assignment = _Assignment()
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = [name for name, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        match = _pattern(pattern).fullmatch
+        hit_modules = [name for name in names if match(name)]
+        hit_parameters = [name for name in parameters if match(name)]
+        assignment.modules.update(dict.fromkeys(hit_modules, STYLES[style]))
+        assignment.parameters.update(dict.fromkeys(hit_parameters, STYLES[style]))
+        if not hit_modules and not hit_parameters and getattr(model, "tp_plan", None) is None:
+            raise ValueError(
+                f"NDStrategy: {pattern!r} of tp_plan matches no module or parameter of {type(model).__name__}."
+                " Names are relative to the model, '*' stands for one part between dots."
+            )
+    _split_vocabulary(model, assignment)
+    return assignment
+
+
+def _split_vocabulary(model: nn.Module, assignment: _Assignment) -> None:
+    """Split the input embedding by rows where the head is split by rows: they may be tied, and it is as large."""
+    get_input, get_output = (getattr(model, f"get_{kind}_embeddings", None) for kind in ("input", "output"))
+    if get_input is None or get_output is None:
+        return
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = names.get(id(get_input())), names.get(id(get_output()))
+    if embedding is None or embedding in assignment.modules or head not in assignment.modules:
+        return
+    if isinstance(get_input(), nn.Embedding):
+        assignment.modules[embedding] = STYLES["embedding_rowwise"]
+
+
+def _config_value(model: nn.Module, *names: str) -> int | None:
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return next((v for name in names if isinstance(v := getattr(config, name, None), int)), None)
+
+
+def _check_heads(model: nn.Module, plan: Mapping[str, str], size: int) -> None:
+    heads = _config_value(model, "num_attention_heads", "n_head")
+    query = ("q_proj", "query_key_value", "qkv_proj", "c_attn", "q_b_proj")
+    splits_heads = any(name.rpartition(".")[2] in query and style == "colwise" for name, style in plan.items())
+    if heads is None or not splits_heads:
+        return
+    if heads % size:
+        allowed = [d for d in range(1, heads + 1) if heads % d == 0]
+        raise ValueError(
+            f"NDStrategy: tp={size} does not divide num_attention_heads={heads} of {type(model).__name__}."
+            f" Allowed values of tp for this model: {', '.join(map(str, allowed))}."
+        )
+
+
+def _check_dropout(model: nn.Module, size: int) -> None:
+    """Ranks would draw their masks alone: replicated activations would differ, and no layout gives one process's."""
+    active = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    config = getattr(model, "config", None)
+    settings = [key for key in ("attention_dropout", "attn_pdrop") if (getattr(config, key, 0) or 0) > 0]
+    if active or settings:
+        raise ValueError(
+            f"NDStrategy: tp={size} with dropout is not supported: masks drawn by each rank would not be those of one"
+            f" process. Active: {', '.join([*settings, *active[:3]])}. Set the dropout probabilities of the model's"
+            " config to 0, or use tp=1."
+        )
+
+
+def _kv_projection_names(model: nn.Module, assignment: _Assignment) -> list[tuple[str, nn.Module]]:
+    """Attention modules whose separate k and v projections are split by heads."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(module, "num_key_value_groups")
+        and all(isinstance(getattr(module, key, None), nn.Linear) for key in ("k_proj", "v_proj"))
+        and assignment.modules.get(f"{name}.k_proj") is STYLES["colwise"]
+        and assignment.modules.get(f"{name}.v_proj") is STYLES["colwise"]
+    ]
+
+
+def _is_kv_projection(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    parent, _, leaf = name.rpartition(".")
+    return leaf in ("k_proj", "v_proj") and hasattr(modules[parent], "num_key_value_groups")
+
+
+def _replicate_kv_heads(model: nn.Module, assignment: _Assignment, mesh: DeviceMesh) -> bool:
+    """Where tp does not divide the key/value heads, keep them whole and let each rank compute those it reads."""
+    replicated = False
+    for name, module in _kv_projection_names(model, assignment):
+        head_dim = int(module.head_dim)  # type: ignore[arg-type]
+        kv_heads = module.k_proj.out_features // head_dim  # type: ignore[union-attr, operator]
+        if kv_heads % mesh.size() == 0:
+            continue
+        groups = int(module.num_key_value_groups)  # type: ignore[arg-type]
+        local = kv_heads * groups // mesh.size()
+        first = mesh.get_local_rank() * local
+        read = [head // groups for head in range(first, first + local)]
+        distinct = sorted(set(read))
+        repeats = local // len(distinct)
+        if read != [head for head in distinct for _ in range(repeats)]:
+            distinct, repeats = read, 1  # the groups do not end where the ranks do: one key head for each query head
+        style = ReplicatedKeyValue(head_dim, tuple(distinct))
+        assignment.modules[f"{name}.k_proj"] = assignment.modules[f"{name}.v_proj"] = style
+        module.num_key_value_groups = repeats  # type: ignore[assignment]
+        replicated = True
+    return replicated
+
+
+def _find_regions(model: nn.Module, assignment: _Assignment, trusted: bool) -> dict[str, bool]:
+    """Every region (block child that needs the whole sequence) by name, and whether it is pure.
+
+    In code that is not ``trusted`` to be of transformers' shape no region is pure: a residual sum inside it would get
+    its gradient from every rank.
+    """
+    blocks = block_list(model) or []
+    names = {id(module): name for name, module in model.named_modules()}
+    regions: dict[str, bool] = {}
+    for block in blocks:
+        for key, child in block.named_children():
+            if not is_tokenwise(child):
+                name = f"{names[id(block)]}.{key}"
+                regions[name] = trusted and _is_pure(name, child, assignment)
+    return regions
+
+
+def _is_pure(name: str, region: nn.Module, assignment: _Assignment) -> bool:
+    kinds = {"in": 0, "out": 0}
+    for key, module in region.named_modules(prefix=name):
+        style = assignment.modules.get(key)
+        for own, _ in module.named_parameters(recurse=False):
+            owner = assignment.parameters.get(f"{key}.{own}", style)
+            if owner is None or not owner.fits_pure_region:
+                return False
+        if style is not None and not style.fits_pure_region:
+            return False
+        kinds["out"] += style in (STYLES["rowwise"],)
+        kinds["in"] += style is not None and style.splits_output
+    return kinds["out"] == 1 and kinds["in"] > 0
+
+
+def _enclosing(name: str, regions: Mapping[str, bool]) -> str | None:
+    return next((region for region in regions if name == region or name.startswith(f"{region}.")), None)
+
+
+def _in_blocks(parameter: str, regions: Mapping[str, bool]) -> bool:
+    return any(parameter.startswith(region.rpartition(".")[0] + ".") for region in regions)
+
+
+def _sequence_shard(
+    model: nn.Module, mesh: DeviceMesh, tp_plan: TPPlan | Literal["auto"], wanted: bool
+) -> SequenceShard | None:
+    if not wanted:
+        return None
+    if tp_plan != "auto" and getattr(model, "tp_plan", None) is None:
+        log.info("NDStrategy: sequence_parallel is off: %s is not a transformers model.", type(model).__name__)
+        return None
+    if block_list(model) is None:
+        log.info("NDStrategy: sequence_parallel is off: the blocks of %s are no chain.", type(model).__name__)
+        return None
+    return SequenceShard(mesh)
+
+
+def _shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+    """Turn every parameter into a DTensor on the mesh; tied parameters stay one object."""
+    made: dict[int, tuple[nn.Parameter, str]] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        owner, _, key = name.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        if id(parameter) in made:
+            sharded, first = made[id(parameter)]
+            if placements[name] != placements[first]:
+                raise ValueError(
+                    f"NDStrategy: {name} and {first} are tied, but the tensor-parallel plan splits them differently"
+                    f" ({placements[name]}, {placements[first]}). Untie them or give both the same style in tp_plan."
+                )
+        else:
+            if isinstance(parameter, DTensor):
+                raise ValueError(f"NDStrategy: {name} is a DTensor already; the model has been parallelised before.")
+            with torch.no_grad():
+                value = distribute_tensor(parameter.detach(), mesh, [placements[name]], src_data_rank=None)
+            sharded = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            made[id(parameter)] = (sharded, name)
+        module._parameters[key] = sharded
+
+
+__all__ = [
+    "STYLES",
+    "ShardedParameter",
+    "TPPlan",
+    "TensorParallelism",
+    "apply_tensor_parallel",
+    "check_tensor_parallel",
+    "resolve_plan",
+]
