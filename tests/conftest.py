@@ -1,0 +1,27 @@
+"""Fixtures that every test can use."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, here and in the workers: the ranks of a test share few cores.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Iterator  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from pool import Pool  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes that act as ranks: `pool.run(fn, world_size, *args)`."""
+    workers = Pool()
+    yield workers
+    workers.close()
