@@ -1,0 +1,321 @@
+"""The data module of the recipes: chat, completion, text and token files."""
+
+import os
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_nd.assets import resolve
+from lightning_nd.data.dataset import OnBadRow, OnTooLong, Tally, TokenDataset, build_dataset
+from lightning_nd.data.encode import Encoder, TrainOn
+from lightning_nd.data.errors import DataError
+from lightning_nd.data.loader import Batch, Collator, StatefulLoader
+from lightning_nd.data.report import check, describe
+from lightning_nd.data.rows import Message
+from lightning_nd.data.sampler import GlobalOrderSampler, SequentialOrderSampler
+from lightning_nd.data.sources import find_files
+from lightning_nd.data.template import ChatRenderer, prepare_tokenizer
+
+Files = str | list[str]
+_STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+# Tokenizers without a limit say so with a huge number.
+_NO_LIMIT = 10**9
+
+
+class ChatDataModule(LightningDataModule):
+    """Rows of JSONL, JSON or Parquet files as padded batches of token ids and labels.
+
+    A row has ``messages`` (and ``tools``), ``prompt`` and ``completion``, ``input_ids`` (and ``labels``), or
+    ``text``. All rows are read and checked in ``setup``, before any weights are loaded. A batch is a dict of
+    ``input_ids``, ``attention_mask`` and ``labels``, each ``[micro-batch, length]`` int64, padded on the
+    right; a label is -100 where the loss does not look.
+
+    Every data rank reads other rows of one global order, and does the same number of steps; Lightning adds no
+    sampler of its own. See ``docs/data.md``.
+
+    Args:
+        train: File, glob, or several of them. Relative paths start at the current directory, ``~`` is the
+            home directory, ``lightning_nd://quickstart/train.jsonl`` is a file of the package.
+        val: Likewise, for validation.
+        test: Likewise, for testing.
+        predict: Likewise, for prediction; its conversations may end with a user turn.
+        tokenizer: Folder or hub id; the model's own if left out. In Python also a tokenizer.
+        chat_template: Jinja file that replaces the tokenizer's chat template, and is exported with it.
+        max_length: Longest row in tokens; the tokenizer's limit if left out.
+        micro_batch_size: Rows per data rank and step of accumulation.
+        eval_micro_batch_size: The same for validation, test and prediction; ``micro_batch_size`` if left out.
+        train_on: What the loss is over: every ``assistant`` turn, the ``last_assistant`` turn, the
+            ``completion`` (what follows the prompt or the last user turn), or ``all`` tokens.
+        system: ``keep`` system turns, or ``fold`` them into the first user turn for templates without a
+            system role.
+        on_bad_row: Refuse a dataset with unusable rows (``error``), or leave them out, counted and listed.
+        on_too_long: What to do with rows over ``max_length``: ``error``, ``drop``, or ``truncate``.
+        shuffle: Read the training rows in another order every epoch.
+        seed: Of that order; the one given to ``seed_everything`` if left out.
+        num_workers: Processes that collate batches, for each rank.
+        pad_to_multiple_of: Round batch lengths up to a multiple of this.
+
+    Raises:
+        DataError: in ``setup``; the message names files and lines and the setting to change.
+        ValueError: an option has a value that is not allowed.
+
+    """
+
+    def __init__(
+        self,
+        train: Files | None = None,
+        val: Files | None = None,
+        test: Files | None = None,
+        predict: Files | None = None,
+        *,
+        tokenizer: str | PathLike[str] | PreTrainedTokenizerBase | None = None,
+        chat_template: str | None = None,
+        max_length: int | None = None,
+        micro_batch_size: int = 1,
+        eval_micro_batch_size: int | None = None,
+        train_on: TrainOn = "assistant",
+        system: Literal["keep", "fold"] = "keep",
+        on_bad_row: OnBadRow = "error",
+        on_too_long: OnTooLong = "error",
+        shuffle: bool = True,
+        seed: int | None = None,
+        num_workers: int = 0,
+        pad_to_multiple_of: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_choice("train_on", train_on, ("assistant", "last_assistant", "completion", "all"))
+        _check_choice("system", system, ("keep", "fold"))
+        _check_choice("on_bad_row", on_bad_row, ("error", "skip"))
+        _check_choice("on_too_long", on_too_long, ("error", "drop", "truncate"))
+        _check_at_least("max_length", max_length, 2)
+        _check_at_least("micro_batch_size", micro_batch_size, 1)
+        _check_at_least("eval_micro_batch_size", eval_micro_batch_size, 1)
+        _check_at_least("num_workers", num_workers, 0)
+        _check_at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
+        self.files = {"train": train, "val": val, "test": test, "predict": predict}
+        self.chat_template = chat_template
+        self.max_length = max_length
+        self.micro_batch_size = micro_batch_size
+        self.eval_micro_batch_size = eval_micro_batch_size or micro_batch_size
+        self.train_on = train_on
+        self.system = system
+        self.on_bad_row = on_bad_row
+        self.on_too_long = on_too_long
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_workers = num_workers
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self._tokenizer_source = tokenizer
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._encoder: Encoder | None = None
+        self._notes: list[str] = []
+        self._datasets: dict[str, TokenDataset] = {}
+        self._tallies: dict[str, Tally] = {}
+
+    # -- tokenizer ----------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer with the chat template in force: the one to export and to generate with."""
+        if self._tokenizer is None:
+            tokenizer = self._load_tokenizer()
+            self._notes = prepare_tokenizer(tokenizer, self.chat_template, self.system)
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        source = self._tokenizer_source
+        if source is None:
+            source = self._tokenizer_of_model()
+        if isinstance(source, PreTrainedTokenizerBase):
+            return source
+        name = (
+            str(Path(resolve(str(source))).expanduser()) if str(source)[:1] in "~." else resolve(str(source))
+        )
+        try:
+            return AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            tried = Path(name).absolute()
+            raise DataError(
+                f"data.tokenizer: cannot load a tokenizer from {str(source)!r} (as a folder: {tried}, "
+                f"{'which exists' if tried.is_dir() else 'which does not exist'}): {error}"
+            ) from error
+
+    def _tokenizer_of_model(self) -> str | PreTrainedTokenizerBase:
+        module = self.trainer.lightning_module if self.trainer else None
+        own = getattr(module, "tokenizer", None)
+        if isinstance(own, PreTrainedTokenizerBase):
+            return own
+        model = getattr(module, "model", None)
+        for name in (
+            getattr(module, "hparams", {}).get("model"),
+            model,
+            getattr(model, "name_or_path", None),
+        ):
+            if isinstance(name, str) and name:
+                return name
+        raise DataError(
+            f"{type(self).__name__} cannot tell the model's tokenizer"
+            + (
+                f" ({type(module).__name__} has no 'tokenizer' and names no model)"
+                if module is not None
+                else ""
+            )
+            + "; set data.tokenizer to a folder or a hub id"
+        )
+
+    @property
+    def _pad_id(self) -> int:
+        tokenizer = self.tokenizer
+        for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        return 0  # any id does: padding is masked and unsupervised by position
+
+    def encode_prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
+        """Token ids of a conversation up to where the assistant is to answer, as in training.
+
+        Raises:
+            DataError: there is no chat template.
+
+        """
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                "a prompt of messages needs a chat template; set data.chat_template to a Jinja file"
+            )
+        text = ChatRenderer(self.tokenizer).render(messages, tools, prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # -- datasets -----------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        """Read, check and tokenise the sources of a stage (``fit``, ``validate``, ``test``, ``predict``)."""
+        stages = list(_STAGES) if stage is None else [str(getattr(stage, "value", stage))]
+        needed = [name for s in stages for name in _STAGES[s]]
+        try:
+            self._build([name for name in dict.fromkeys(needed) if self.files[name] is not None])
+        except DataError as error:
+            # Every rank finds the same, so one of them tells all of it.
+            if getattr(rank_zero_only, "rank", 0) == 0:
+                raise
+            raise DataError(str(error).splitlines()[0] + " (rank 0 has the whole report)") from None
+        for s in stages if stage is not None else []:
+            if self.files[_STAGES[s][0]] is None:
+                raise DataError(f"{s} needs data.{_STAGES[s][0]}, a file or glob, and it is not set")
+
+    def _build(self, names: list[str]) -> None:
+        names = [name for name in names if name not in self._datasets]
+        if not names:
+            return
+        files = {name: find_files(self.files[name] or [], f"data.{name}") for name in names}
+        if self._encoder is None:
+            self._encoder = Encoder(self.tokenizer, self.train_on)
+        datasets, tallies = {}, {}
+        for name in names:
+            datasets[name], tallies[name] = build_dataset(
+                files[name],
+                self._encoder,
+                pad_id=self._pad_id,
+                max_length=self._longest,
+                on_too_long=self.on_too_long,
+                prompts=name == "predict",
+            )
+        check(tallies, datasets, self.on_bad_row, self.on_too_long)
+        self._datasets.update(datasets)
+        self._tallies.update(tallies)
+        rank_zero_info(self.describe(names))
+
+    @property
+    def _longest(self) -> int | None:
+        if self.max_length is not None:
+            return self.max_length
+        limit = self.tokenizer.model_max_length
+        return int(limit) if limit < _NO_LIMIT else None
+
+    def describe(self, names: list[str] | None = None) -> str:
+        """The start report of the sources set up so far: rows, tokens, lengths, drops, a decoded sample."""
+        lines = [f"data: {note}" for note in self._notes]
+        for name in names or list(self._datasets):
+            lines.append(
+                describe(name, self._datasets[name], self._tallies[name], self.tokenizer, self.on_bad_row)
+            )
+        return "\n".join(lines)
+
+    def dataset(self, name: str) -> TokenDataset:
+        """The tokenised rows of ``train``, ``val``, ``test`` or ``predict``, after ``setup``."""
+        return self._datasets[name]
+
+    # -- loaders ------------------------------------------------------------------------------------------
+
+    def _loader(self, name: str, *, shuffle: bool, micro_batch_size: int) -> StatefulLoader:
+        dataset = self._datasets[name]
+        trainer = self.trainer
+        # Only the strategy knows which ranks share rows; strategies of one process do not have this.
+        layout = (getattr(trainer.strategy, "distributed_sampler_kwargs", None) if trainer else None) or {}
+        ranks = {"num_replicas": layout.get("num_replicas", 1), "rank": layout.get("rank", 0)}
+        sampler: GlobalOrderSampler
+        if shuffle and not getattr(trainer, "overfit_batches", 0):
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
+            sampler = GlobalOrderSampler(dataset, micro_batch_size=micro_batch_size, seed=seed, **ranks)
+        else:
+            sampler = SequentialOrderSampler(dataset, micro_batch_size=micro_batch_size, **ranks)
+        rest = len(dataset) % sampler.rows_per_batch
+        if rest and sampler.num_replicas > 1:
+            rank_zero_info(
+                f"{name}: {len(dataset):,} rows over {sampler.num_replicas} data ranks × {micro_batch_size}: "
+                f"the last micro-batch of an epoch has {rest} of {sampler.rows_per_batch} rows; no row is "
+                f"repeated, and {max(0, sampler.num_replicas - rest)} ranks take part in it without a row"
+            )
+        on_gpu = trainer is not None and trainer.strategy.root_device.type == "cuda"
+        return StatefulLoader(
+            dataset,
+            batch_size=micro_batch_size,
+            sampler=sampler,
+            collate_fn=Collator(self._pad_id, self.pad_to_multiple_of),
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=on_gpu,
+        )
+
+    @override
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """Batches of this rank for an epoch; the order follows the sampler's epoch."""
+        return self._loader("train", shuffle=self.shuffle, micro_batch_size=self.micro_batch_size)
+
+    def _evaluation(self, name: str) -> list[DataLoader[Batch]]:
+        # Without a source there is no loader, by which Lightning skips the stage.
+        if self.files[name] is None:
+            return []
+        return [self._loader(name, shuffle=False, micro_batch_size=self.eval_micro_batch_size)]
+
+    @override
+    def val_dataloader(self) -> list[DataLoader[Batch]]:
+        """Batches of this rank; every row is read once over all ranks."""
+        return self._evaluation("val")
+
+    @override
+    def test_dataloader(self) -> list[DataLoader[Batch]]:
+        """As ``val_dataloader``."""
+        return self._evaluation("test")
+
+    @override
+    def predict_dataloader(self) -> list[DataLoader[Batch]]:
+        """As ``val_dataloader``; conversations that end with a user turn stop where the answer starts."""
+        return self._evaluation("predict")
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"ChatDataModule: {name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+
+
+def _check_at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or value < least):
+        raise ValueError(f"ChatDataModule: {name} is {value!r}; it must be at least {least}")

@@ -1,0 +1,136 @@
+"""Who reads which row: a global order that knows nothing of the layout, dealt out to data ranks."""
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, SequentialSampler
+from typing_extensions import override
+
+from lightning_nd.data.dataset import NO_ROW
+
+
+def global_order(rows: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
+    """The order in which all ranks together read an epoch: a function of these arguments alone."""
+    if not shuffle:
+        return list(range(rows))
+    # One generator per (seed, epoch). Their sum would make (0, 1) and (1, 0) the same order.
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(rows, generator=generator).tolist()
+
+
+class GlobalOrderSampler(DistributedSampler[Any]):
+    """Deals a global order out to data ranks, each row to exactly one of them.
+
+    Global batch k is rows ``[k·B·D, (k+1)·B·D)`` of the order, for micro-batches of B rows on D data ranks;
+    within it, rank r reads every D-th row from the r-th on. So D ranks together read what one process with
+    micro-batches of B·D reads, batch for batch. In the last, shorter one a rank may be left without a row: it
+    reads ``NO_ROW``, whose example is unsupervised, so that every rank does the same number of steps and no
+    row is read twice.
+
+    It is a ``DistributedSampler`` so that Lightning sees the data distributed already and injects none.
+
+    Args:
+        dataset: Only its length is used.
+        micro_batch_size: B.
+        num_replicas: D.
+        rank: The data rank of this process, in [0, D).
+        shuffle: Another order every epoch, or the order of the dataset.
+        seed: Of the shuffling.
+
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        micro_batch_size: int,
+        num_replicas: int = 1,
+        rank: int = 0,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        # num_replicas and rank are always given, so no process group is asked for.
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        self.rows = len(dataset)
+        self.micro_batch_size = micro_batch_size
+        self.position = 0
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows that all ranks together read in one micro-batch."""
+        return self.micro_batch_size * self.num_replicas
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches of a whole epoch, the same on every rank."""
+        return -(-self.rows // self.rows_per_batch)
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        """Rows of this rank from ``position`` on, in runs of ``micro_batch_size``."""
+        order = global_order(self.rows, self.seed, self.epoch, shuffle=self.shuffle)
+        for start in range(self.position, self.rows, self.rows_per_batch):
+            yield from order[start : start + self.rows_per_batch][self.rank :: self.num_replicas] or [NO_ROW]
+
+    @override
+    def __len__(self) -> int:
+        """Rows of this rank in a whole epoch (``NO_ROW`` counts as one)."""
+        full, rest = divmod(self.rows, self.rows_per_batch)
+        tail = len(range(self.rank, rest, self.num_replicas)) or 1
+        return full * self.micro_batch_size + (tail if rest else 0)
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a new one starts at its first row."""
+        if epoch != self.epoch:
+            self.position = 0
+        self.epoch = epoch
+
+    def state_dict(self, batches: int = 0) -> dict[str, Any]:
+        """Where the epoch stands, the same on every rank and good for any layout.
+
+        Args:
+            batches: Micro-batches read since ``position``.
+
+        """
+        position = min(self.position + batches * self.rows_per_batch, self.rows)
+        epoch = self.epoch
+        if position == self.rows:
+            position, epoch = 0, epoch + 1
+        return {
+            "seed": self.seed,
+            "epoch": epoch,
+            "position": position,
+            "rows": self.rows,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` stood, with any micro-batch size and number of ranks.
+
+        Raises:
+            ValueError: the epoch was begun on another number of rows or in another kind of order.
+
+        """
+        if state["position"] and (state["rows"], state["shuffle"]) != (self.rows, self.shuffle):
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint stands at row {state['position']} of {state['rows']} "
+                f"(shuffle={state['shuffle']}); the data now has {self.rows} rows (shuffle={self.shuffle}). "
+                "Resume with the same data and settings, or from a checkpoint at the end of an epoch."
+            )
+        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
+
+
+class SequentialOrderSampler(GlobalOrderSampler, SequentialSampler):
+    """The same in the order of the dataset.
+
+    It is a ``SequentialSampler`` by name too, by which Lightning tells that nothing is shuffled.
+    """
+
+    def __init__(
+        self, dataset: Sized, *, micro_batch_size: int, num_replicas: int = 1, rank: int = 0
+    ) -> None:
+        super().__init__(
+            dataset, micro_batch_size=micro_batch_size, num_replicas=num_replicas, rank=rank, shuffle=False
+        )

@@ -1,0 +1,205 @@
+"""Reading rows from JSONL, JSON and Parquet files, each with the place it came from."""
+
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from lightning_nd.assets import resolve
+from lightning_nd.data.errors import DataError, Where
+
+_BOM = b"\xef\xbb\xbf"
+_LINES = (".jsonl", ".ndjson")
+_FORMATS = ".jsonl, .ndjson, .json, .parquet"
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A row as it stands in its file: an object, or the reason why there is none."""
+
+    where: Where
+    value: dict[str, Any] | None
+    problem: str | None = None
+
+
+def find_files(patterns: str | PathLike[str] | Sequence[str | PathLike[str]], setting: str) -> list[Path]:
+    """The files that paths and globs name, absolute, in the order given and sorted within one glob.
+
+    A relative path starts at the current directory, ``~`` is the home directory, ``**`` crosses folders and
+    ``lightning_nd://quickstart/train.jsonl`` names a file of the package.
+
+    Args:
+        patterns: One path or glob, or several.
+        setting: The option that the patterns come from, for messages.
+
+    Raises:
+        DataError: nothing matches, a folder is given, or the format is unknown; the absolute path is shown.
+
+    """
+    files: list[Path] = []
+    for pattern in [patterns] if isinstance(patterns, str | PathLike) else patterns:
+        path = Path(resolve(str(pattern))).expanduser().absolute()
+        if path.is_dir():
+            raise DataError(f"{setting}: {path} is a folder. Name its files, for example {path}/*.jsonl")
+        # A file may have brackets in its name, so the literal path comes first.
+        found = [path] if path.is_file() else sorted(Path(p) for p in glob.glob(str(path), recursive=True))
+        found = [p for p in found if p.is_file()]
+        if not found:
+            raise DataError(
+                f"{setting}: no file {path} (given as {str(pattern)!r}; a relative path starts at the "
+                f"current directory, {Path.cwd()})"
+            )
+        files += [p for p in found if p not in files]
+    for path in files:
+        if path.suffix.lower() not in (*_LINES, ".json", ".parquet"):
+            raise DataError(
+                f"{setting}: {path} has an unknown format {path.suffix!r}; allowed are {_FORMATS}"
+            )
+    if not files:
+        raise DataError(f"{setting}: an empty list of files")
+    return files
+
+
+def read_rows(path: Path) -> Iterator[RawRow]:
+    """Every row of a file. What is not a row, a cut line for example, comes out with its ``problem``.
+
+    Text is UTF-8 with or without a byte-order mark. A byte that is not UTF-8 is a problem of its line, never
+    replaced. Blank lines are no rows.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        yield from _read_parquet(path)
+    elif suffix == ".json" and _starts_with_bracket(path):
+        yield from _read_json_array(path)
+    else:
+        yield from _read_lines(path)
+
+
+def _starts_with_bracket(path: Path) -> bool:
+    with path.open("rb") as file:
+        while chunk := file.read(4096):
+            if chunk := chunk.removeprefix(_BOM).lstrip():
+                return chunk.startswith(b"[")
+    return False
+
+
+def _parse(text: str) -> tuple[dict[str, Any] | None, str | None]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        return None, f"not valid JSON ({error.msg}, column {error.colno})"
+    except (ValueError, RecursionError) as error:
+        return None, f"not readable as JSON ({error})"
+    return _as_object(value)
+
+
+def _as_object(value: Any) -> tuple[dict[str, Any] | None, str | None]:
+    if isinstance(value, dict):
+        return value, None
+    names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return None, f"not an object but {names.get(type(value), 'a number')}"
+
+
+def _bad_byte(error: UnicodeDecodeError) -> str:
+    byte = error.object[error.start]
+    return f"byte 0x{byte:02x} at byte {error.start + 1} of the line is not valid UTF-8 ({error.reason})"
+
+
+def _read_lines(path: Path) -> Iterator[RawRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                    raise DataError(f"{path} is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8")
+                line = line.removeprefix(_BOM)
+            if not line.strip():
+                continue
+            where = Where(path, number)
+            try:
+                text = line.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                yield RawRow(where, None, _bad_byte(error))
+                continue
+            yield RawRow(where, *_parse(text))
+
+
+def _read_json_array(path: Path) -> Iterator[RawRow]:
+    data = path.read_bytes().removeprefix(_BOM)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        start = data.rfind(b"\n", 0, error.start) + 1
+        in_line = UnicodeDecodeError(
+            "utf-8", data[start:], error.start - start, error.end - start, error.reason
+        )
+        yield RawRow(Where(path, data.count(b"\n", 0, error.start) + 1), None, _bad_byte(in_line))
+        return
+    decoder = json.JSONDecoder()
+    at = text.index("[") + 1
+    line, counted = 1, 0
+    first = True
+    while True:
+        at = _skip_space(text, at)
+        line, counted = line + text.count("\n", counted, at), at
+        where = Where(path, line)
+        if text[at : at + 1] == "]":
+            if text[at + 1 :].strip():
+                yield RawRow(where, None, "not valid JSON (text after the closing bracket)")
+            return
+        if not first:
+            if text[at : at + 1] != ",":
+                yield RawRow(where, None, "not valid JSON (a comma or the closing bracket is missing)")
+                return
+            at = _skip_space(text, at + 1)
+            line, counted = line + text.count("\n", counted, at), at
+            where = Where(path, line)
+        first = False
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            # Nothing after a broken element can be trusted, so the file ends here.
+            yield RawRow(
+                Where(path, error.lineno), None, f"not valid JSON ({error.msg}, column {error.colno})"
+            )
+            return
+        except (ValueError, RecursionError) as error:
+            yield RawRow(where, None, f"not readable as JSON ({error})")
+            return
+        yield RawRow(where, *_as_object(value))
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _read_parquet(path: Path) -> Iterator[RawRow]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        number = 0
+        for batch in file.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield RawRow(Where(path, number, "row"), _without_nulls(row))
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop null keys of nested objects.
+
+    Parquet gives every struct of a column the union of their keys; a key that a row never had must not reach
+    its prompt.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

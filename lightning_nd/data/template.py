@@ -1,0 +1,262 @@
+"""Rendering conversations with a chat template, and finding the assistant's text in the rendering."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_nd.assets import resolve
+from lightning_nd.data.errors import DataError, RowError
+from lightning_nd.data.rows import Message
+
+# Stands in for a turn's content; private-use characters survive any trimming, and no data should have them.
+_MARK = "\ue0f3\ue0a5\ue0f3"
+
+# Written in front of a template by `system: fold`, so that training, evaluation and export share one policy.
+_FOLD = (
+    "{%- if messages|length > 1 and messages[0]['role'] in ['system', 'developer'] -%}"
+    "{%- set messages = [{'role': 'user', 'content': messages[0]['content'] + '\\n\\n' "
+    "+ messages[1]['content']}] + messages[2:] -%}{%- endif -%}"
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where an assistant turn stands in a rendering, in characters.
+
+    ``[start, stop)`` is what the model writes; ``[stop, tail)`` is what the template closes the turn with, in
+    which the end-of-turn token is looked for.
+    """
+
+    start: int
+    stop: int
+    tail: int
+
+
+def prepare_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, system: str
+) -> list[str]:
+    """Set up the tokenizer's own template, so that what is trained is what is exported.
+
+    Args:
+        tokenizer: Changed in place.
+        chat_template: Path of a Jinja file that replaces the tokenizer's template.
+        system: ``"fold"`` rewrites the template to put a system turn in front of the first user turn.
+
+    Returns:
+        What was changed, a sentence each, for the start report.
+
+    Raises:
+        DataError: the file is missing, empty, or not a Jinja template.
+
+    """
+    notes = []
+    if chat_template is not None:
+        path = Path(resolve(chat_template)).expanduser().absolute()
+        if not path.is_file():
+            raise DataError(f"data.chat_template: no file {path} (given as {chat_template!r})")
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise DataError(f"data.chat_template: {path} is empty")
+        tokenizer.chat_template = text
+        notes.append(f"chat template from {path}")
+    if not tokenizer.chat_template:
+        return notes
+    if system == "fold":
+        _prefix_template(tokenizer, _FOLD)
+        notes.append("system turns are folded into the first user turn, by the template")
+    if _lacks_bos(tokenizer):
+        _prefix_template(tokenizer, "{{- bos_token -}}")
+        notes.append(
+            f"the template writes no {tokenizer.bos_token!r}, which the tokenizer starts texts with: added"
+        )
+    return notes
+
+
+def _prefix_template(tokenizer: PreTrainedTokenizerBase, prefix: str) -> None:
+    template: Any = tokenizer.chat_template
+    if isinstance(template, dict):
+        tokenizer.chat_template = {k: v if v.startswith(prefix) else prefix + v for k, v in template.items()}
+    elif not template.startswith(prefix):
+        tokenizer.chat_template = prefix + template
+
+
+def _lacks_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    bos = tokenizer.bos_token
+    if bos is None or tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
+        return False
+    try:
+        return not _render(tokenizer, [{"role": "user", "content": "a"}], None, True).startswith(bos)
+    except RowError:
+        return False
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, prompt: bool
+) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+            )
+        )
+    except Exception as error:
+        # Jinja raises its own errors and whatever Python raises inside an expression.
+        raise RowError(f"the chat template refuses it: {error}") from error
+
+
+class ChatRenderer:
+    """Renders conversations and locates assistant turns in the full rendering.
+
+    Args:
+        tokenizer: With a chat template.
+
+    Raises:
+        DataError: the template does not compile.
+
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._header, self._tail = self._probe()
+
+    def render(self, messages: list[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+        """The whole conversation as text; with ``prompt``, up to where an answer starts.
+
+        Raises:
+            RowError: the template refuses the conversation or leaves out a part of it.
+
+        """
+        try:
+            text = _render(self.tokenizer, messages, tools, prompt)
+        except RowError as error:
+            if messages[0]["role"] in ("system", "developer") and self._try(messages[1:], tools, prompt):
+                raise RowError(
+                    f"the chat template refuses a system turn ({error.__cause__}); 'system: fold' puts it "
+                    "into the first user turn"
+                ) from error
+            raise
+        for number, message in enumerate(messages, start=1):
+            if message["role"] in ("system", "user") and message["content"].strip() not in text:
+                raise RowError(
+                    f"the chat template leaves out turn {number} ({message['role']}), or changes its text"
+                )
+        if tools and self._try(messages, None, prompt) == text:
+            raise RowError("the chat template leaves out the tools")
+        return text
+
+    def _try(self, messages: list[Message], tools: list[Any] | None, prompt: bool) -> str | None:
+        try:
+            return _render(self.tokenizer, messages, tools, prompt)
+        except RowError:
+            return None
+
+    def _probe(self) -> tuple[str, str]:
+        """The text that opens an assistant turn, and the text that closes the last one."""
+        question = [{"role": "user", "content": "a"}]
+        try:
+            closed = _render(self.tokenizer, question, None, False)
+            opened = _render(self.tokenizer, question, None, True)
+            answered = _render(self.tokenizer, [*question, _stand_in()], None, False)
+        except RowError as error:
+            raise DataError(
+                f"the chat template cannot render a user turn and an answer ({error.__cause__}); "
+                "set data.chat_template to a Jinja file that can"
+            ) from error
+        header = opened[_shared(closed, opened) :]
+        return header, answered.rpartition(_MARK)[2]
+
+    def assistant_spans(self, messages: list[Message], tools: list[Any] | None, full: str) -> dict[int, Span]:
+        """Where each assistant turn stands in the full rendering.
+
+        A turn is found by rendering the same conversation with a mark in its place: what is before and after
+        the mark must be the start and the end of the full rendering. So the place is right also where the
+        template rewrites earlier turns, trims text, or has no generation markers. A turn starts where the
+        generation prompt ends, since that is where the model takes over.
+
+        Args:
+            messages: The conversation.
+            tools: As rendered.
+            full: ``render(messages, tools)``.
+
+        Returns:
+            A span for the index of each assistant message.
+
+        Raises:
+            RowError: a turn cannot be located with certainty.
+
+        """
+        spans: dict[int, Span] = {}
+        done = 0
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                spans[index] = span = self._span(messages, tools, full, index, done)
+                done = span.stop
+        return spans
+
+    def _span(
+        self, messages: list[Message], tools: list[Any] | None, full: str, index: int, done: int
+    ) -> Span:
+        before, after = self._around(messages, tools, index)
+        if not full.endswith(after):
+            raise RowError(f"turn {index + 1} cannot be located: the template changes the turns after it")
+        stop = len(full) - len(after)
+        known = _shared(before, full)
+        if known == len(before) and before.endswith(self._header):
+            start = known
+        else:
+            # The template writes something between the header and the text, say an empty thinking block.
+            floor = max(done, self._end_of(messages, tools, full, index - 1))
+            at = full.rfind(self._header, floor, known) if self._header else -1
+            if at >= 0:
+                start = at + len(self._header)
+            elif known == len(before):
+                start = known
+            else:
+                raise RowError(
+                    f"turn {index + 1} cannot be located: the template changes the turns before it"
+                )
+        if not done <= start <= stop:
+            raise RowError(f"turn {index + 1} cannot be located in the rendering")
+        return Span(start, stop, stop + _shared(self._tail, after))
+
+    def _around(self, messages: list[Message], tools: list[Any] | None, index: int) -> tuple[str, str]:
+        role = messages[index]["role"]
+        marked = _render(
+            self.tokenizer, [*messages[:index], _stand_in(role), *messages[index + 1 :]], tools, False
+        )
+        if marked.count(_MARK) != 1:
+            raise RowError(
+                f"turn {index + 1} cannot be located: the template writes it {marked.count(_MARK)} times"
+            )
+        before, _, after = marked.partition(_MARK)
+        return before, after
+
+    def _end_of(self, messages: list[Message], tools: list[Any] | None, full: str, index: int) -> int:
+        try:
+            _, after = self._around(messages, tools, index)
+        except RowError:
+            return 0
+        return len(full) - len(after) if full.endswith(after) else 0
+
+
+def _shared(a: str, b: str) -> int:
+    """Length of the longest common prefix."""
+    if b.startswith(a):
+        return len(a)
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _stand_in(role: str = "assistant") -> Message:
+    return {"role": role, "content": _MARK}
