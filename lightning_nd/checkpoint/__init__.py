@@ -1,1 +1,6 @@
 """Reading and writing weights: Hugging Face folders and sharded checkpoints."""
+
+from lightning_nd.checkpoint.init import from_config, recompute_buffers
+from lightning_nd.checkpoint.load import load_pretrained, materialize
+
+__all__ = ["from_config", "load_pretrained", "materialize", "recompute_buffers"]
