@@ -92,9 +92,7 @@ class Initializer:
         if value.is_floating_point():
             value.fill_(torch.nan)
         writers = self._writers.get(_storage(empty), [])
-        table[attribute] = (
-            nn.Parameter(value, requires_grad=False) if isinstance(empty, nn.Parameter) else value
-        )
+        table[attribute] = nn.Parameter(value, requires_grad=False) if isinstance(empty, nn.Parameter) else value
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_seed(seed, name))
@@ -142,9 +140,7 @@ def _seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 
-def recompute_buffers(
-    model: PreTrainedModel, device: torch.device | str, names: Iterable[str] | None = None
-) -> None:
+def recompute_buffers(model: PreTrainedModel, device: torch.device | str, names: Iterable[str] | None = None) -> None:
     """Set non-persistent buffers (RoPE frequencies, embedding scales) to what a normal load computes.
 
     They are computed on the CPU from the config, in the dtype in which the model class makes them (float32

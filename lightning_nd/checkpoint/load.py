@@ -63,9 +63,7 @@ def _folder(name_or_path: str | os.PathLike[str], trust_remote_code: bool) -> Pa
     if path.is_dir():
         if not (path / "config.json").is_file():
             present = sorted(p.name for p in path.iterdir())
-            raise FileNotFoundError(
-                f"No config.json in {path}, which holds {present or 'nothing'}. {allowed}"
-            )
+            raise FileNotFoundError(f"No config.json in {path}, which holds {present or 'nothing'}. {allowed}")
         return path
     if path.is_file():
         raise FileNotFoundError(f"{path} is a file. {allowed}")
@@ -119,10 +117,10 @@ def _quantizer(config: PretrainedConfig) -> str:
 def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
     """Give a meta model its weights, in place: loaded or drawn, buffers recomputed, ties made.
 
-    Call it after tensor parallelism and `fully_shard`, on every rank; it does not communicate. Each rank
-    reads the slices that it holds from the safetensors that `load_pretrained` found, or draws what
-    `from_config` promised, one parameter at a time. A model without anything on meta is left as it is.
-    Parameters become new objects with the attributes of the old ones: make optimizers and register parameter hooks afterwards.
+    Call it after tensor parallelism and `fully_shard`, on every rank; it does not communicate. Each rank reads the
+    slices that it holds from the safetensors that `load_pretrained` found, or draws what `from_config` promised, one
+    parameter at a time. A model without anything on meta is left as it is. Parameters become new objects with the
+    attributes of the old ones: make optimizers and register parameter hooks afterwards.
 
     Args:
         model: transformers model; parameters are plain or DTensors with Shard, _StridedShard or Replicate.
@@ -188,8 +186,8 @@ class _Targets:
                 other = self._pending[origin]
                 if _layout(tensor) != _layout(other):
                     raise RuntimeError(
-                        f"materialize: {name} and {origin} are tied but laid out differently: "
-                        f"{_layout(tensor)} and {_layout(other)}. Tie them after tensor parallelism and before fully_shard."
+                        f"materialize: {name} and {origin} are tied but laid out differently: {_layout(tensor)} and "
+                        f"{_layout(other)}. Tie them after tensor parallelism and before fully_shard."
                     )
             first = by_object.setdefault(id(self._pending.get(origin, tensor)), origin)
             aliases.setdefault(first, []).append(name)
@@ -249,9 +247,7 @@ def _draw(targets: _Targets, reference: PreTrainedModel, seed: int) -> None:
 def _read(targets: _Targets, reference: PreTrainedModel, source: WeightSource) -> None:
     with source.open() as files:
         for name in targets.names():
-            pieces = next(
-                (source.pieces[n] for n in (name, *targets.aliases(name)) if n in source.pieces), None
-            )
+            pieces = next((source.pieces[n] for n in (name, *targets.aliases(name)) if n in source.pieces), None)
             if pieces is not None:
                 local, box = targets.allocate(name)
                 for piece in pieces:

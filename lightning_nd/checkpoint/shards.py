@@ -85,9 +85,7 @@ def gather_full(param: Tensor) -> Tensor:
 
 def _axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
     if mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"{mesh} has no axis names: build it with init_device_mesh(..., mesh_dim_names=...)."
-        )
+        raise ValueError(f"{mesh} has no axis names: build it with init_device_mesh(..., mesh_dim_names=...).")
     return mesh.mesh_dim_names
 
 
@@ -120,13 +118,9 @@ def _boxes(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
                     f"{owner[dim]}; only tensor parallelism followed by fully_shard is supported."
                 )
             owner[dim] = axis
-            box[dim] = _split(
-                box[dim], _split_of(placement, axis, mesh.ndim), mesh.size(axis), coordinate[axis]
-            )
+            box[dim] = _split(box[dim], _split_of(placement, axis, mesh.ndim), mesh.size(axis), coordinate[axis])
         elif not isinstance(placement, Replicate):
-            raise ValueError(
-                f"Placement {placement} is no way to store a parameter: Replicate or Shard is needed."
-            )
+            raise ValueError(f"Placement {placement} is no way to store a parameter: Replicate or Shard is needed.")
         boxes.insert(0, box)
     return boxes
 
