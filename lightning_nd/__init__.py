@@ -1,1 +1,19 @@
 """N-dimensional parallel training of language models for PyTorch Lightning."""
+
+from lightning_nd.checkpoint import from_config, load_pretrained, save_pretrained
+from lightning_nd.mesh import Meshes, ParallelDims
+from lightning_nd.parallelize import ParallelConfig, parallelize
+from lightning_nd.strategy import NDStrategy
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Meshes",
+    "NDStrategy",
+    "ParallelConfig",
+    "ParallelDims",
+    "from_config",
+    "load_pretrained",
+    "parallelize",
+    "save_pretrained",
+]

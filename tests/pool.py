@@ -205,9 +205,7 @@ def _complete(path: Path) -> bool:
     return path.exists() and "in _serve" in path.read_text()
 
 
-def _worker_error(
-    outcome: _Outcome, silent: list[int], logs: dict[int, str], fn: Callable[..., Any]
-) -> WorkerError:
+def _worker_error(outcome: _Outcome, silent: list[int], logs: dict[int, str], fn: Callable[..., Any]) -> WorkerError:
     # The earliest is the cause; the others are mostly peers that lost their connection to it.
     (rank, cause), *others = sorted(outcome.failures.items(), key=lambda item: item[1].when)
     text = f"{fn.__qualname__} failed on rank {rank}: {cause.type_name}: {cause.message}\n{cause.trace}"

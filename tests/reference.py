@@ -52,9 +52,7 @@ def rows_of(batch: Batch, rank: int, ranks: int) -> Batch:
 
 def nll_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     """Sum of the negative log-likelihoods of the supervised tokens (nats), and their number."""
-    logits = model(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
-    ).logits
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     targets = batch["labels"][:, 1:]
     nll = F.cross_entropy(
@@ -125,9 +123,7 @@ def train(
     return run
 
 
-def compare(
-    expected: Mapping[str, Tensor | None], got: Mapping[str, Tensor | None]
-) -> list[tuple[float, str]]:
+def compare(expected: Mapping[str, Tensor | None], got: Mapping[str, Tensor | None]) -> list[tuple[float, str]]:
     """Relative error of every tensor, worst first: max abs error over the largest absolute value expected.
 
     Raises AssertionError, naming the tensors, where names or shapes differ, where a gradient is missing or is

@@ -77,9 +77,7 @@ def _plain_ddp(rank: int, world_size: int) -> tuple[int, int, float]:
 @pytest.mark.parametrize("world_size", [1, 2, 4, 3])
 def test_group_has_the_size_asked_for(pool: Pool, world_size: int) -> None:
     total = 10.0 * sum(range(world_size))
-    assert pool.run(_sum_of_ranks, world_size, scale=10) == [
-        (r, world_size, total) for r in range(world_size)
-    ]
+    assert pool.run(_sum_of_ranks, world_size, scale=10) == [(r, world_size, total) for r in range(world_size)]
 
 
 def test_workers_are_reused(pool: Pool) -> None:
@@ -91,9 +89,7 @@ def test_workers_are_reused(pool: Pool) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_exception_comes_back_with_rank_and_traceback(pool: Pool, failing: int) -> None:
     start = time.monotonic()
-    with pytest.raises(
-        WorkerError, match=f"_fail_on failed on rank {failing}: KeyError.*told to fail"
-    ) as caught:
+    with pytest.raises(WorkerError, match=f"_fail_on failed on rank {failing}: KeyError.*told to fail") as caught:
         pool.run(_fail_on, 2, failing)
     assert time.monotonic() - start < 30
     assert (caught.value.rank, caught.value.type_name) == (failing, "KeyError")

@@ -61,6 +61,4 @@ def tiny_model(seed: int = 1, **overrides: Any) -> PreTrainedModel:
         **overrides,
     }
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
-    )
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type", "llama"), **settings))

@@ -30,10 +30,6 @@ def resolve(path: str) -> str:
     name = path.removeprefix(SCHEME).strip("/")
     found = _root() / name
     if not name or ".." in Path(name).parts or not (found.exists() or any(c in name for c in "*?[")):
-        known = ", ".join(
-            sorted(SCHEME + p.name for p in _root().iterdir() if p.is_dir() and p.name[0] != "_")
-        )
-        raise FileNotFoundError(
-            f"{path} is not a file of the lightning_nd package (tried {found}). It ships: {known}."
-        )
+        known = ", ".join(sorted(SCHEME + p.name for p in _root().iterdir() if p.is_dir() and p.name[0] != "_"))
+        raise FileNotFoundError(f"{path} is not a file of the lightning_nd package (tried {found}). It ships: {known}.")
     return str(found)

@@ -135,9 +135,7 @@ class ChatDataModule(LightningDataModule):
             source = self._tokenizer_of_model()
         if isinstance(source, PreTrainedTokenizerBase):
             return source
-        name = (
-            str(Path(resolve(str(source))).expanduser()) if str(source)[:1] in "~." else resolve(str(source))
-        )
+        name = str(Path(resolve(str(source))).expanduser()) if str(source)[:1] in "~." else resolve(str(source))
         try:
             return AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
@@ -162,11 +160,7 @@ class ChatDataModule(LightningDataModule):
                 return name
         raise DataError(
             f"{type(self).__name__} cannot tell the model's tokenizer"
-            + (
-                f" ({type(module).__name__} has no 'tokenizer' and names no model)"
-                if module is not None
-                else ""
-            )
+            + (f" ({type(module).__name__} has no 'tokenizer' and names no model)" if module is not None else "")
             + "; set data.tokenizer to a folder or a hub id"
         )
 
@@ -186,9 +180,7 @@ class ChatDataModule(LightningDataModule):
 
         """
         if not self.tokenizer.chat_template:
-            raise DataError(
-                "a prompt of messages needs a chat template; set data.chat_template to a Jinja file"
-            )
+            raise DataError("a prompt of messages needs a chat template; set data.chat_template to a Jinja file")
         text = ChatRenderer(self.tokenizer).render(messages, tools, prompt=True)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -243,9 +235,7 @@ class ChatDataModule(LightningDataModule):
         """The start report of the sources set up so far: rows, tokens, lengths, drops, a decoded sample."""
         lines = [f"data: {note}" for note in self._notes]
         for name in names or list(self._datasets):
-            lines.append(
-                describe(name, self._datasets[name], self._tallies[name], self.tokenizer, self.on_bad_row)
-            )
+            lines.append(describe(name, self._datasets[name], self._tallies[name], self.tokenizer, self.on_bad_row))
         return "\n".join(lines)
 
     def dataset(self, name: str) -> TokenDataset:

@@ -36,9 +36,7 @@ class Where:
     unit: str = "line"
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}:{self.number}" if self.unit == "line" else f"{self.path}, {self.unit} {self.number}"
-        )
+        return f"{self.path}:{self.number}" if self.unit == "line" else f"{self.path}, {self.unit} {self.number}"
 
 
 @dataclass(frozen=True)

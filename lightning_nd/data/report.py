@@ -84,14 +84,10 @@ def describe(
     lengths = dataset.lengths
     tokens, supervised = int(lengths.sum()), dataset.supervised_tokens
     share = f" ({supervised / tokens:.1%})" if tokens else ""
-    lines = [
-        f"{name}: {_count(len(lengths), 'row')}, {_count(tokens, 'token')}, {supervised:,} supervised{share}"
-    ]
+    lines = [f"{name}: {_count(len(lengths), 'row')}, {_count(tokens, 'token')}, {supervised:,} supervised{share}"]
     if len(lengths):
         low, middle, high = np.percentile(lengths, [0, 50, 95]).astype(int)
-        lines.append(
-            f"  length in tokens: shortest {low}, median {middle}, 95% within {high}, longest {lengths.max()}"
-        )
+        lines.append(f"  length in tokens: shortest {low}, median {middle}, 95% within {high}, longest {lengths.max()}")
     happened = _what_happened(tally, on_bad_row)
     if happened:
         lines.append(f"  {happened}")

@@ -128,9 +128,7 @@ class SequentialOrderSampler(GlobalOrderSampler, SequentialSampler):
     It is a ``SequentialSampler`` by name too, by which Lightning tells that nothing is shuffled.
     """
 
-    def __init__(
-        self, dataset: Sized, *, micro_batch_size: int, num_replicas: int = 1, rank: int = 0
-    ) -> None:
+    def __init__(self, dataset: Sized, *, micro_batch_size: int, num_replicas: int = 1, rank: int = 0) -> None:
         super().__init__(
             dataset, micro_batch_size=micro_batch_size, num_replicas=num_replicas, rank=rank, shuffle=False
         )

@@ -55,9 +55,7 @@ def find_files(patterns: str | PathLike[str] | Sequence[str | PathLike[str]], se
         files += [p for p in found if p not in files]
     for path in files:
         if path.suffix.lower() not in (*_LINES, ".json", ".parquet"):
-            raise DataError(
-                f"{setting}: {path} has an unknown format {path.suffix!r}; allowed are {_FORMATS}"
-            )
+            raise DataError(f"{setting}: {path} has an unknown format {path.suffix!r}; allowed are {_FORMATS}")
     if not files:
         raise DataError(f"{setting}: an empty list of files")
     return files
@@ -132,9 +130,7 @@ def _read_json_array(path: Path) -> Iterator[RawRow]:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         start = data.rfind(b"\n", 0, error.start) + 1
-        in_line = UnicodeDecodeError(
-            "utf-8", data[start:], error.start - start, error.end - start, error.reason
-        )
+        in_line = UnicodeDecodeError("utf-8", data[start:], error.start - start, error.end - start, error.reason)
         yield RawRow(Where(path, data.count(b"\n", 0, error.start) + 1), None, _bad_byte(in_line))
         return
     decoder = json.JSONDecoder()
@@ -161,9 +157,7 @@ def _read_json_array(path: Path) -> Iterator[RawRow]:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
             # Nothing after a broken element can be trusted, so the file ends here.
-            yield RawRow(
-                Where(path, error.lineno), None, f"not valid JSON ({error.msg}, column {error.colno})"
-            )
+            yield RawRow(Where(path, error.lineno), None, f"not valid JSON ({error.msg}, column {error.colno})")
             return
         except (ValueError, RecursionError) as error:
             yield RawRow(where, None, f"not readable as JSON ({error})")

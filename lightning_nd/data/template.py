@@ -34,9 +34,7 @@ class Span:
     tail: int
 
 
-def prepare_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, system: str
-) -> list[str]:
+def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, system: str) -> list[str]:
     """Set up the tokenizer's own template, so that what is trained is what is exported.
 
     Args:
@@ -68,9 +66,7 @@ def prepare_tokenizer(
         notes.append("system turns are folded into the first user turn, by the template")
     if _lacks_bos(tokenizer):
         _prefix_template(tokenizer, "{{- bos_token -}}")
-        notes.append(
-            f"the template writes no {tokenizer.bos_token!r}, which the tokenizer starts texts with: added"
-        )
+        notes.append(f"the template writes no {tokenizer.bos_token!r}, which the tokenizer starts texts with: added")
     return notes
 
 
@@ -92,9 +88,7 @@ def _lacks_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, prompt: bool
-) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, prompt: bool) -> str:
     try:
         return str(
             tokenizer.apply_chat_template(
@@ -142,9 +136,7 @@ class ChatRenderer:
             raise
         for number, message in enumerate(messages, start=1):
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
-                raise RowError(
-                    f"the chat template leaves out turn {number} ({message['role']}), or changes its text"
-                )
+                raise RowError(f"the chat template leaves out turn {number} ({message['role']}), or changes its text")
         if tools and self._try(messages, None, prompt) == text:
             raise RowError("the chat template leaves out the tools")
         return text
@@ -198,9 +190,7 @@ class ChatRenderer:
                 done = span.stop
         return spans
 
-    def _span(
-        self, messages: list[Message], tools: list[Any] | None, full: str, index: int, done: int
-    ) -> Span:
+    def _span(self, messages: list[Message], tools: list[Any] | None, full: str, index: int, done: int) -> Span:
         before, after = self._around(messages, tools, index)
         if not full.endswith(after):
             raise RowError(f"turn {index + 1} cannot be located: the template changes the turns after it")
@@ -217,22 +207,16 @@ class ChatRenderer:
             elif known == len(before):
                 start = known
             else:
-                raise RowError(
-                    f"turn {index + 1} cannot be located: the template changes the turns before it"
-                )
+                raise RowError(f"turn {index + 1} cannot be located: the template changes the turns before it")
         if not done <= start <= stop:
             raise RowError(f"turn {index + 1} cannot be located in the rendering")
         return Span(start, stop, stop + _shared(self._tail, after))
 
     def _around(self, messages: list[Message], tools: list[Any] | None, index: int) -> tuple[str, str]:
         role = messages[index]["role"]
-        marked = _render(
-            self.tokenizer, [*messages[:index], _stand_in(role), *messages[index + 1 :]], tools, False
-        )
+        marked = _render(self.tokenizer, [*messages[:index], _stand_in(role), *messages[index + 1 :]], tools, False)
         if marked.count(_MARK) != 1:
-            raise RowError(
-                f"turn {index + 1} cannot be located: the template writes it {marked.count(_MARK)} times"
-            )
+            raise RowError(f"turn {index + 1} cannot be located: the template writes it {marked.count(_MARK)} times")
         before, _, after = marked.partition(_MARK)
         return before, after
 

@@ -1,1 +1,34 @@
 """Token accounting and cross entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_nd.loss.causal import CausalLMLoss, global_token_mean, install_loss, nll_sum, shift_labels
+from lightning_nd.loss.ledger import TokenLedger
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor, strategy: Any) -> Tensor:
+    """Next-token loss from logits as the global token mean of this micro-batch, under an `NDStrategy`.
+
+    For models that do not compute a loss, or compute it by their own code.
+
+    Args:
+        logits: ``[batch, sequence, vocabulary]``.
+        labels: ``[batch, sequence]``, not shifted, ``-100`` where not supervised.
+        strategy: ``self.trainer.strategy``.
+    """
+    return global_token_mean(*nll_sum(logits, shift_labels(labels)), strategy.ledger, strategy.meshes.loss.get_group())
+
+
+__all__ = [
+    "CausalLMLoss",
+    "TokenLedger",
+    "causal_lm_loss",
+    "global_token_mean",
+    "install_loss",
+    "nll_sum",
+    "shift_labels",
+]

@@ -1,1 +1,117 @@
-"""What is done to a module: tensor, context, activation checkpointing, compile, data; one file a step."""
+"""What is done to a module, one file a step; `parallelize` shows the order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_nd.mesh import Meshes
+from lightning_nd.parallelize.activation import ActivationCheckpointing, apply_activation_checkpointing
+from lightning_nd.parallelize.agree import agree_on_weights
+from lightning_nd.parallelize.compile import apply_compile
+from lightning_nd.parallelize.data import ShardingOptions, apply_fully_shard
+from lightning_nd.parallelize.tensor import (
+    TensorParallelism,
+    TPPlan,
+    apply_tensor_parallel,
+    check_tensor_parallel,
+)
+
+if TYPE_CHECKING:
+    from lightning_nd.strategy import NDStrategy
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Everything that `parallelize` needs to know; `NDStrategy.parallel_config` makes one.
+
+    Attributes:
+        meshes: where the ranks are.
+        tp_plan: ``"auto"`` takes that of transformers.
+        sequence_parallel: split activations between attention and MLP along the sequence, over the tp ranks.
+        activation_checkpointing: ``"none"``, ``"full"``, ``"selective"`` or every n-th block.
+        compile: compile each block.
+        sharding: how `fully_shard` is called.
+    """
+
+    meshes: Meshes
+    tp_plan: TPPlan | Literal["auto"] = "auto"
+    sequence_parallel: bool = True
+    activation_checkpointing: ActivationCheckpointing = "none"
+    compile: bool = False
+    sharding: ShardingOptions = field(default_factory=ShardingOptions)
+
+
+def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module:
+    """Apply tensor parallelism, activation checkpointing, compilation and FSDP2 to a model, in place.
+
+    A model on the meta device (from `load_pretrained` or `from_config`) is filled afterwards, each rank reading only
+    its slices. A real model keeps its weights; where ranks differ, those of rank 0 are taken. Calling it a second time on
+    the same model does nothing. Collective: every rank calls it with the same model.
+
+    Args:
+        model: a transformers model, or any module with repeated blocks; it must be called as a whole
+            (``model(...)``), since the hooks that gather its parameters start there.
+        how: the strategy (``self.trainer.strategy`` in `configure_model`), or a config for a loop without a Trainer.
+
+    Raises:
+        ValueError: if the model cannot be split this way; see `check_tensor_parallel`.
+    """
+    from lightning_nd.checkpoint import materialize
+
+    config = how if isinstance(how, ParallelConfig) else how.parallel_config
+    if is_parallelized(model):
+        return model
+    meshes = config.meshes
+    on_meta = any(p.is_meta for p in model.parameters())
+    check_tensor_parallel(model, config.tp_plan, meshes.tp.size())
+    if not on_meta:
+        agree_on_weights(model)
+    tensor = apply_tensor_parallel(model, meshes.tp, config.tp_plan, config.sequence_parallel)
+    apply_activation_checkpointing(model, config.activation_checkpointing, tensor.sequence)
+    if config.compile:
+        apply_compile(model)
+    apply_fully_shard(model, meshes.fsdp, config.sharding)
+    if on_meta:
+        materialize(model, _device(meshes))
+    model._lightning_nd = tensor  # type: ignore[assignment]
+    return model
+
+
+def is_parallelized(model: nn.Module) -> bool:
+    """Whether a model, or a part of it, has been sharded already."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def partial_gradients(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters whose gradients are partial sums over the tp ranks after backward."""
+    found: list[nn.Parameter] = []
+    for part in module.modules():
+        tensor = getattr(part, "_lightning_nd", None)
+        if isinstance(tensor, TensorParallelism):
+            named = dict(part.named_parameters())
+            found += [named[name] for name in sorted(tensor.partial)]
+    return found
+
+
+def _device(meshes: Meshes) -> str:
+    import torch
+
+    kind = meshes.axes.device_type
+    return f"{kind}:{torch.cuda.current_device()}" if kind == "cuda" else kind
+
+
+__all__ = [
+    "ActivationCheckpointing",
+    "ParallelConfig",
+    "ShardingOptions",
+    "TPPlan",
+    "TensorParallelism",
+    "check_tensor_parallel",
+    "is_parallelized",
+    "parallelize",
+    "partial_gradients",
+]

@@ -1,0 +1,94 @@
+"""FSDP2 and HSDP: shard every block as a unit, the embeddings, and the rest in the root."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lightning_nd.parallelize.blocks import find_blocks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """How `fully_shard` is called.
+
+    Attributes:
+        mixed_precision: dtypes of compute and of gradient reduction.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory (CUDA only; on CPU they are there).
+        reshard_after_forward: free gathered parameters after forward; an integer keeps them sharded over that many
+            ranks.
+    """
+
+    mixed_precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    cpu_offload: bool = False
+    reshard_after_forward: bool | int = True
+
+
+def apply_fully_shard(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> None:
+    """Shard a model over the ``fsdp`` mesh, in place; `model` becomes the root unit.
+
+    Embedding and head are units of their own, unless they are tied: one parameter must not stand in two units (torch
+    refuses it since 2.13), so tied ones stay in the root.
+    """
+    offload: OffloadPolicy = OffloadPolicy()
+    if options.cpu_offload and mesh.device_type != "cpu":
+        offload = CPUOffloadPolicy()
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": options.mixed_precision,
+        "offload_policy": offload,
+        "reshard_after_forward": options.reshard_after_forward,
+    }
+    for _, block in find_blocks(model):
+        _shard_unit(block, settings)
+    for module in _embeddings(model):
+        _shard_unit(module, settings)
+    # The root's own parameters are needed at once by backward: do not reshard them in between.
+    _shard_unit(model, {**settings, "reshard_after_forward": False})
+
+
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """All FSDP2 units inside a module."""
+    return [m for m in module.modules() if isinstance(m, FSDPModule)]
+
+
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    getters = (getattr(model, f"get_{kind}_embeddings", None) for kind in ("input", "output"))
+    found = [module for getter in getters if getter is not None and isinstance(module := getter(), nn.Module)]
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    alone = all(owners[id(p)] == 1 for module in found for p in module.parameters())
+    return [m for m in found if not isinstance(m, FSDPModule)] if alone else []
+
+
+def _shard_unit(module: nn.Module, settings: dict[str, Any]) -> None:
+    if isinstance(module, FSDPModule):
+        return
+    dtypes = Counter[torch.dtype]()
+    for parameter in _unsharded_parameters(module):
+        dtypes[parameter.dtype] += parameter.numel()
+    # FSDP2 gathers a unit in one buffer and wants one dtype in it: what differs (norms kept in fp32) gets its own.
+    for odd, _ in dtypes.most_common()[1:]:
+        for child in list(module.modules()):
+            own = [p for p in child.parameters(recurse=False) if p.dtype == odd]
+            if own and child is not module and not isinstance(child, FSDPModule):
+                if any(p.dtype != odd for p in child.parameters()):
+                    raise ValueError(
+                        f"NDStrategy: {type(child).__name__} holds parameters of several dtypes; cast the model to one"
+                        " dtype, or load it with dtype=torch.float32."
+                    )
+                fully_shard(child, **settings)
+    fully_shard(module, **settings)
+
+
+def _unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    taken = {id(p) for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    return [p for p in module.parameters() if id(p) not in taken]

@@ -1,0 +1,108 @@
+"""What a LightningModule holds: the models that are parallelised as units, and what goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from lightning_nd.mesh import ParallelDims
+from lightning_nd.parallelize import is_parallelized
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def find_roots(module: pl.LightningModule, tp: int) -> list[nn.Module]:
+    """The models of a LightningModule that are still to be parallelised, each called as a whole.
+
+    transformers models wherever they stand; else the direct children that hold parameters (elements of a `ModuleList`
+    one by one, since a list is not called).
+
+    Raises:
+        TypeError: if the LightningModule owns parameters itself, or a child mixes a transformers model with others.
+    """
+    from transformers import PreTrainedModel
+
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise TypeError(
+            f"NDStrategy: {type(module).__name__} owns parameters itself ({', '.join(own)}). They would not be sharded,"
+            " and their gradients would drift apart: Lightning does not call the module's forward. Move them into a"
+            " submodule."
+        )
+    roots: list[nn.Module] = []
+
+    def visit(child: nn.Module, name: str) -> None:
+        if is_parallelized(child) or not any(True for _ in child.parameters()):
+            return
+        if isinstance(child, PreTrainedModel):
+            roots.append(child)
+        elif isinstance(child, nn.ModuleList | nn.ModuleDict):
+            for key, element in child.named_children():
+                visit(element, f"{name}.{key}")
+        elif any(isinstance(m, PreTrainedModel) for m in child.modules()):
+            direct = [n for n, _ in child.named_parameters(recurse=False)]
+            if direct:
+                raise TypeError(
+                    f"NDStrategy: {name} ({type(child).__name__}) holds a transformers model and parameters of its own"
+                    f" ({', '.join(direct)}). Move those into a submodule."
+                )
+            for key, element in child.named_children():
+                visit(element, f"{name}.{key}")
+        else:
+            roots.append(child)
+
+    for name, child in module.named_children():
+        visit(child, name)
+    return roots
+
+
+def is_causal_lm(module: nn.Module) -> bool:
+    """Whether a module is a transformers model that predicts the next token."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel):
+        return False
+    return type(module).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+
+def sync_metrics_over(module: nn.Module, group: ProcessGroup) -> None:
+    """Let torchmetrics sync over the ranks that hold different tokens; over the world, tp peers would count again."""
+    from torchmetrics import Metric
+
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.process_group is None:
+            metric.process_group = group
+
+
+def check_optimizers(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse an optimizer that holds other tensors than the module: it would train nothing, silently.
+
+    Raises:
+        RuntimeError: naming the optimizer.
+    """
+    known = {id(p) for p in module.parameters()}
+    for optimizer in optimizers:
+        strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+        if strangers:
+            raise RuntimeError(
+                f"NDStrategy: {strangers} parameters of {type(optimizer).__name__} are not parameters of the model any"
+                " more: the optimizer was made before the model was parallelised. Make it in configure_optimizers,"
+                " from self.parameters()."
+            )
+
+
+def describe(module: nn.Module, dims: ParallelDims) -> str:
+    """One line for the log: layout and size."""
+    parameters = list(module.parameters())
+    total = sum(p.numel() for p in parameters)
+    local = sum(_local_numel(p) for p in parameters)
+    return f"NDStrategy: {dims}; {total:,} parameters, {local:,} on rank 0 ({100 * local / max(total, 1):.1f}%)"
+
+
+def _local_numel(parameter: Any) -> int:
+    return int(parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel())

@@ -1,0 +1,355 @@
+"""The Lightning strategy: it speaks Lightning and delegates everything else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_nd import gradients
+from lightning_nd.loss import TokenLedger, install_loss
+from lightning_nd.mesh import Degree, Meshes, ParallelDims
+from lightning_nd.parallelize import (
+    ActivationCheckpointing,
+    ParallelConfig,
+    ShardingOptions,
+    TPPlan,
+    parallelize,
+    partial_gradients,
+)
+from lightning_nd.parallelize.activation import check_activation_checkpointing
+from lightning_nd.parallelize.data import fsdp_modules
+from lightning_nd.parallelize.roots import check_optimizers, describe, find_roots, is_causal_lm, sync_metrics_over
+from lightning_nd.precision import NDPrecision, adapt_precision
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger(__name__)
+
+
+class NDStrategy(ModelParallelStrategy):
+    """Train one model over ``dp_replicate × dp_shard × cp × tp`` ranks with the numbers of one process.
+
+    A `LightningModule` that holds a transformers causal LM and returns ``self.model(**batch).loss`` runs unchanged: the
+    strategy splits the model after `configure_model`. A module that wants control calls
+    ``lightning_nd.parallelize(self.model, self.trainer.strategy)`` in `configure_model`.
+
+    Args:
+        dp_replicate: replicas of the sharded model. With ``dp_shard=1`` this is DDP, else HSDP.
+        dp_shard: ranks over which parameters, gradients and optimizer state are sharded. ``"auto"`` takes the ranks
+            that the other degrees leave.
+        cp: ranks that share a sequence.
+        tp: ranks that share every layer.
+        sequence_parallel: with ``tp`` > 1, split activations between attention and MLP along the sequence.
+        tp_plan: ``"auto"`` takes transformers' plan of the model's family; else styles by module name, relative to the
+            model: ``{"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"}``.
+        activation_checkpointing: ``"none"``, ``"full"``, ``"selective"``, or ``n`` for every n-th block.
+        compile: `torch.compile` each block.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        reshard_after_forward: free gathered parameters after forward; see `torch.distributed.fsdp.fully_shard`.
+        save_distributed_checkpoint: each rank saves its shards (a folder), or rank 0 saves all (one file).
+        process_group_backend: default: NCCL on CUDA, gloo on CPU.
+        timeout: of every process group, those of the meshes included.
+        error_if_nonfinite: stop all ranks before the optimizer step if a gradient is not finite, naming step and
+            parameter.
+
+    Raises:
+        ValueError: for degrees or options that are not allowed; for a number of ranks that does not fit, when the
+            Trainer is made.
+        NotImplementedError: for ``cp`` > 1.
+    """
+
+    strategy_name = "nd"
+
+    def __init__(
+        self,
+        dp_replicate: Degree = 1,
+        dp_shard: Degree = "auto",
+        cp: int = 1,
+        tp: int = 1,
+        *,
+        sequence_parallel: bool = True,
+        tp_plan: TPPlan | Literal["auto"] = "auto",
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile: bool = False,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool | int = True,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        error_if_nonfinite: bool = False,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._degrees: dict[str, Any] = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+        ParallelDims(**{axis: 1 if degree == "auto" else degree for axis, degree in self._degrees.items()})
+        check_activation_checkpointing(activation_checkpointing)
+        if cp > 1:
+            raise NotImplementedError(f"NDStrategy: cp={cp}: context parallelism is not there yet; use cp=1.")
+        self._sequence_parallel = sequence_parallel
+        self._tp_plan = tp_plan
+        self._activation_checkpointing = activation_checkpointing
+        self._compile = compile
+        self._cpu_offload = cpu_offload
+        self._reshard_after_forward = reshard_after_forward
+        self._error_if_nonfinite = error_if_nonfinite
+        self._dims: ParallelDims | None = None
+        self._meshes: Meshes | None = None
+        self._accumulating = False
+        self._partial: list[nn.Parameter] = []
+        self._grad_norm: Tensor | None = None
+        self._norm_is_current = False
+        #: Token accounting of the current accumulation window.
+        self.ledger = TokenLedger()
+        #: Global token-mean loss of the last optimizer step; ``None`` where no token loss was computed.
+        self.step_loss: Tensor | None = None
+        #: Global number of supervised tokens of the last optimizer step.
+        self.step_supervised_tokens: Tensor | None = None
+
+    # -- layout ---------------------------------------------------------------------------------------------------
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The degree of every axis, known once the Trainer has been made."""
+        if self._dims is None:
+            raise RuntimeError("NDStrategy: the layout is known once the Trainer has been made.")
+        return self._dims
+
+    @property
+    def meshes(self) -> Meshes:
+        """The device meshes by purpose, known once the processes are connected."""
+        if self._meshes is None:
+            raise RuntimeError("NDStrategy: the meshes are made when the processes are connected, before setup.")
+        return self._meshes
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        """What `lightning_nd.parallelize` does under this strategy."""
+        plugin = self.precision_plugin
+        assert isinstance(plugin, NDPrecision | Precision)
+        return ParallelConfig(
+            meshes=self.meshes,
+            tp_plan=self._tp_plan,
+            sequence_parallel=self._sequence_parallel,
+            activation_checkpointing=self._activation_checkpointing,
+            compile=self._compile,
+            sharding=ShardingOptions(
+                mixed_precision=plugin.sharding,  # type: ignore[attr-defined]
+                cpu_offload=self._cpu_offload,
+                reshard_after_forward=self._reshard_after_forward,
+            ),
+        )
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that differ only in cp or tp read the same rows."""
+        return {"num_replicas": self.meshes.data.size(), "rank": self.meshes.data.get_local_rank()}
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        # Here the number of ranks is known and nothing has been started or loaded.
+        self._dims = ParallelDims.resolve(world_size=self.num_processes * self.num_nodes, **self._degrees)
+        if self._dims.world_size > 1 or self.cluster_environment.creates_processes_externally:
+            # Also under torchrun or SLURM: this launcher compares their world size with the Trainer's.
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self._setup_distributed()
+        self._meshes = self.dims.build_meshes(self.root_device.type, self._timeout)
+        self._device_mesh = self._meshes.axes
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    @override
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of all four axes."""
+        return self.meshes.axes
+
+    # -- model and optimizers -------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.model is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        for root in find_roots(self.lightning_module, self.dims.tp):
+            self.precision_plugin.convert_module(root)
+            parallelize(root, self)
+        for module in self.lightning_module.modules():
+            if is_causal_lm(module):
+                install_loss(module, self.ledger, self.meshes.loss.get_group())
+        self._partial = partial_gradients(self.lightning_module)
+        sync_metrics_over(self.lightning_module, self.meshes.loss.get_group())
+        self.model_to_device()
+        self.barrier()
+        rank_zero_info(describe(self.lightning_module, self.dims))
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            check_optimizers(self.lightning_module, self.optimizers)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else adapt_precision(plugin, self)
+
+    # -- one optimizer step ---------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.ledger.discard()  # what validation or a skipped batch has left
+        return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate without reducing: Lightning enters this for all but the last micro-batch of a window."""
+        assert self.model is not None
+        units = fsdp_modules(self.model)
+        for unit in units:
+            unit.set_requires_gradient_sync(False, recurse=False)
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+            for unit in units:
+                unit.set_requires_gradient_sync(True, recurse=False)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        weight = self.ledger.close_micro_batch()
+        if self.lightning_module.automatic_optimization:
+            # Lightning has divided by the configured length of the window; the rule divides by what is in it.
+            length = self.lightning_module.trainer.accumulate_grad_batches
+            if length > 1:
+                closure_loss = closure_loss * (length * weight)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def before_backward(self) -> None:
+        """Called by the precision plugin right before gradients are computed."""
+        assert self.lightning_module is not None
+        if self._partial and not self.lightning_module.automatic_optimization:
+            # Manual accumulation: what is there is complete, and will be summed over tp once more.
+            gradients.scale(self._partial, torch.tensor(1.0 / self.dims.tp))
+
+    def after_backward(self) -> None:
+        """Called by the precision plugin once gradients have been computed, before `on_after_backward`."""
+        assert self.lightning_module is not None
+        if self._accumulating:
+            return
+        self._norm_is_current = False
+        if self._partial:
+            gradients.sum_partial_gradients(self._partial, self.meshes.tp.get_group())
+        factor, self.step_loss, self.step_supervised_tokens = self.ledger.close_window()
+        if factor is not None and self.lightning_module.automatic_optimization:
+            gradients.scale(self.lightning_module.parameters(), factor)
+
+    def check_gradients(self) -> None:
+        """Stop every rank before the optimizer step if some gradient is not finite.
+
+        Raises:
+            RuntimeError: with ``error_if_nonfinite=True``; the same on every rank.
+        """
+        if not self._error_if_nonfinite:
+            return
+        assert self.lightning_module is not None
+        name = gradients.first_nonfinite(self.lightning_module.named_parameters())
+        if name is not None:
+            raise RuntimeError(
+                f"NDStrategy: the gradient of {name} is not finite at step {self.lightning_module.trainer.global_step};"
+                " no weight has been changed. Look at the batch and the learning rate, or set error_if_nonfinite=False."
+            )
+
+    def grad_norm(self, parameters: Sequence[nn.Parameter] | None = None) -> Tensor:
+        """The global 2-norm of the gradients, as one process would have it; collective.
+
+        Args:
+            parameters: default: all of the LightningModule; that norm is kept for clipping and `last_grad_norm`.
+        """
+        assert self.lightning_module is not None
+        if parameters is not None:
+            return gradients.global_norm(parameters)
+        if not self._norm_is_current or self._grad_norm is None:
+            self._grad_norm = gradients.global_norm(list(self.lightning_module.parameters()))
+            self._norm_is_current = True
+        return self._grad_norm
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """The global gradient norm of the last optimizer step before clipping, if it was asked for or clipped by."""
+        return self._grad_norm
+
+    def clip_by_norm(self, parameters: list[nn.Parameter], max_norm: float) -> None:
+        """Clip the gradients of an optimizer by their global norm."""
+        assert self.lightning_module is not None
+        with_gradient = sum(p.grad is not None for p in self.lightning_module.parameters())
+        covers_all = sum(p.grad is not None for p in parameters) == with_gradient
+        norm = self.grad_norm() if covers_all else self.grad_norm(parameters)
+        if not covers_all:
+            self._grad_norm = norm
+        gradients.clip_by_norm(parameters, max_norm, norm)
+
+    def clip_by_value(self, parameters: list[nn.Parameter], limit: float) -> None:
+        """Clamp the gradients of an optimizer."""
+        gradients.clip_by_value(parameters, limit)
+
+    # -- numbers over ranks ---------------------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduce over the ranks that hold different tokens; tp peers hold the same and are not counted."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        if averages and not tensor.is_floating_point():
+            # An integer mean would be floored: Lightning averages batch counts, which ranks may have unequal.
+            tensor = tensor.double() if self.root_device.type != "mps" else tensor.float()
+        group = self.meshes.loss.get_group() if group is None else group
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over the whole world, so that no rank takes another way."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+
+if "nd" not in StrategyRegistry:  # Lightning has no entry point for strategies
+    StrategyRegistry.register("nd", NDStrategy, description="dp_replicate × dp_shard × cp × tp parallelism")
