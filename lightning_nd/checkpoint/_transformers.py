@@ -174,12 +174,14 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[list[str
     """Parameters that must be converted together on the way back to the stored format."""
     from transformers.core_model_loading import WeightConverter, apply_converters
 
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
+    if getattr(model, "_weight_conversions", None) is None:
+        # What `revert_weight_conversion` does for each call, once: no source says which prefixes were there.
         from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
 
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-    reverse = [c.reverse_transform() for c in conversions[::-1]]
+        default = get_model_conversion_mapping(model, add_legacy=False)
+        cast(Any, model)._weight_conversions = [c for c in default if not isinstance(c, PrefixChange)]
+    reverse = [c.reverse_transform() for c in cast(Any, model)._weight_conversions[::-1]]
     converters = [c for c in reverse if isinstance(c, WeightConverter)]
     groups: dict[str, list[str]] = {}
     for name in natural_order(names):

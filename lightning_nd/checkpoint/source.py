@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lightning_nd.checkpoint import _transformers as hf
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -145,9 +145,9 @@ def read_source(folder: Path, model: PreTrainedModel) -> WeightSource:
         with safe_open(folder / name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
                 part = file.get_slice(key)
-                if part.get_dtype() not in _DTYPES:
+                if part.get_dtype() not in DTYPES:
                     raise ValueError(f"{folder / name}: {key} has the unsupported dtype {part.get_dtype()}.")
-                stored[key] = Stored(name, tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+                stored[key] = Stored(name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
     return _Mapping(folder, stored, model).source()
 
 
@@ -254,6 +254,9 @@ class _Mapping:
         tied = {n for a, b in ties.items() if a in self.made or b in self.made for n in (a, b)}
         # A tie with several names is explained by any of them.
         tied |= {a for a, b in ties.items() if b in tied}
+        for name, origin in ties.items():
+            if dtype := self.dtypes.get(origin, self.dtypes.get(name)):
+                self.dtypes |= {name: dtype, origin: dtype}
         missing = sorted(set(self.expected) - self.made - tied)
         unexpected = sorted(self.unexpected - hf.ignorable(self.model, self.unexpected))
         problems = []
