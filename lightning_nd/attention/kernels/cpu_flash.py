@@ -1,0 +1,129 @@
+"""Torch's flash attention for CPU, in float64, float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_nd.attention.plan import Kind, Rect
+
+_BAND_ROWS = 512
+
+
+class CpuFlash:
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`: grouped queries, log-sum-exp, additive float masks."""
+
+    name = "cpu-flash"
+
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
+    ) -> bool:
+        """CPU, no soft-cap; values no wider than keys (they are padded to the same width)."""
+        return device.type == "cpu" and dtype.is_floating_point and softcap is None and value_dim <= head_dim
+
+    def split(self, rect: Rect) -> Iterator[Rect]:
+        """One call a document; bands in tiles of rows, so that the mask stays tile × (window + tile)."""
+        yield from _split(rect)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, rect: Rect, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        width = v.shape[-1]
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _heads(q),
+            _heads(k),
+            _heads(_pad(v, q.shape[-1])),
+            0.0,
+            rect.kind is Kind.CAUSAL,
+            attn_mask=_mask(rect, q.dtype),
+            scale=scale,
+        )
+        return _rows(out)[..., :width], _rows(lse)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rect: Rect,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
+        width, full = v.shape[-1], q.shape[-1]
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _heads(_pad(grad, full)),
+            _heads(q),
+            _heads(k),
+            _heads(_pad(v, full)),
+            _heads(_pad(out, full)),
+            _heads(lse),
+            0.0,
+            rect.kind is Kind.CAUSAL,
+            attn_mask=_mask(rect, q.dtype),
+            scale=scale,
+        )
+        return _rows(dq), _rows(dk), _rows(dv)[..., :width]
+
+
+def _heads(x: Tensor) -> Tensor:
+    """`[rows, heads, ...]` as `[1, heads, rows, ...]`, a view."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.squeeze(0).transpose(0, 1)
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+@lru_cache(maxsize=4096)
+def _split(rect: Rect) -> tuple[Rect, ...]:
+    if rect.kind is Kind.FULL:
+        return (rect,)
+    if rect.kind is Kind.CAUSAL:
+        return tuple(rect.by_document())
+    return tuple(_band_tiles(rect))
+
+
+def _band_tiles(rect: Rect) -> Iterator[Rect]:
+    """Tiles of rows with the keys that any of their rows sees; a tile that sees them all needs no mask."""
+    for a in range(rect.q0, rect.q1, _BAND_ROWS):
+        b = min(a + _BAND_ROWS, rect.q1)
+        low, high = rect.offset + a - rect.q0, rect.offset + b - 1 - rect.q0
+        k0, k1 = max(0, low - rect.window + 1), min(rect.k1 - rect.k0, high + 1)
+        seen = k1 - 1 <= low and high - k0 < rect.window
+        yield replace(
+            rect,
+            q0=a,
+            q1=b,
+            k0=rect.k0 + k0,
+            k1=rect.k0 + k1,
+            kind=Kind.FULL if seen else Kind.BAND,
+            offset=0 if seen else low - k0,
+            window=0 if seen else rect.window,
+        )
+
+
+def _mask(rect: Rect, dtype: torch.dtype) -> Tensor | None:
+    if rect.kind is not Kind.BAND:
+        return None
+    return _band(rect.q1 - rect.q0, rect.k1 - rect.k0, rect.offset, rect.window, dtype)
+
+
+@lru_cache(maxsize=4)  # all tiles inside a band share one mask
+def _band(rows: int, keys: int, offset: int, window: int, dtype: torch.dtype) -> Tensor:
+    distance = torch.arange(rows)[:, None] + offset - torch.arange(keys)[None]
+    return torch.zeros(rows, keys, dtype=dtype).masked_fill_((distance < 0) | (distance >= window), -math.inf)
