@@ -244,7 +244,9 @@ def choose_method(
         context.layout, context.documents, heads, kv_heads, head_dim, value_dim, window, device
     )
     best = "direct" if direct <= ulysses else "ulysses"
-    return _say(context, best, f"estimated {1e3 * direct:.3g} ms a layer for direct, {1e3 * ulysses:.3g} ms for ulysses")
+    return _say(
+        context, best, f"estimated {1e3 * direct:.3g} ms a layer for direct, {1e3 * ulysses:.3g} ms for ulysses"
+    )
 
 
 def _say(context: AttentionContext, method: str, why: str) -> str:
