@@ -1,6 +1,6 @@
 """N-dimensional parallel training of language models for PyTorch Lightning."""
 
-from lightning_nd.checkpoint import from_config, load_pretrained, save_pretrained
+from lightning_nd.checkpoint import from_config, load_pretrained
 from lightning_nd.mesh import Meshes, ParallelDims
 from lightning_nd.parallelize import ParallelConfig, parallelize
 from lightning_nd.strategy import NDStrategy
@@ -15,5 +15,4 @@ __all__ = [
     "from_config",
     "load_pretrained",
     "parallelize",
-    "save_pretrained",
 ]

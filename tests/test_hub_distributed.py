@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from families import make_config, make_model
+from families import make_model
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_nd.checkpoint import from_config, load_pretrained, materialize
+from lightning_nd.checkpoint import load_pretrained, materialize
 from lightning_nd.checkpoint.shards import gather_full
 from lightning_nd.mesh import ParallelDims
 from lightning_nd.parallelize.blocks import block_list

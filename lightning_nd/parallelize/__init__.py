@@ -49,8 +49,8 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
     """Apply tensor parallelism, activation checkpointing, compilation and FSDP2 to a model, in place.
 
     A model on the meta device (from `load_pretrained` or `from_config`) is filled afterwards, each rank reading only
-    its slices. A real model keeps its weights; where ranks differ, those of rank 0 are taken. Calling it a second time on
-    the same model does nothing. Collective: every rank calls it with the same model.
+    its slices. A real model keeps its weights; where ranks differ, those of rank 0 are taken. Calling it a second time
+    on the same model does nothing. Collective: every rank calls it with the same model.
 
     Args:
         model: a transformers model, or any module with repeated blocks; it must be called as a whole
