@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +17,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_nd import gradients
+from lightning_nd.launch import LocalLauncher, check_world, is_interactive
 from lightning_nd.loss import TokenLedger, install_loss
 from lightning_nd.mesh import Degree, Meshes, ParallelDims
 from lightning_nd.parallelize import (
@@ -171,11 +172,20 @@ class NDStrategy(ModelParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        # Here the number of ranks is known and nothing has been started or loaded.
-        self._dims = ParallelDims.resolve(world_size=self.num_processes * self.num_nodes, **self._degrees)
-        if self._dims.world_size > 1 or self.cluster_environment.creates_processes_externally:
-            # Also under torchrun or SLURM: this launcher compares their world size with the Trainer's.
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.dims.world_size > 1 or self.cluster_environment.creates_processes_externally:
+            self._launcher = LocalLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def set_world_ranks(self) -> None:
+        # Lightning calls this first once the number of ranks is known; nothing has been started or loaded.
+        self._dims = check_world(
+            os.environ,
+            devices=self.num_processes,
+            num_nodes=self.num_nodes,
+            interactive=is_interactive(),
+            **self._degrees,
+        )
+        super().set_world_ranks()
 
     @override
     def setup_environment(self) -> None:

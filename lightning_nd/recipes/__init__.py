@@ -1,1 +1,6 @@
-"""LightningModules that fine-tune causal language models."""
+"""LightningModules that the command line trains."""
+
+from lightning_nd.recipes.causal_lm import CausalLM
+from lightning_nd.recipes.optim import WarmupDecay
+
+__all__ = ["CausalLM", "WarmupDecay"]

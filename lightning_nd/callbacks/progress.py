@@ -1,0 +1,42 @@
+"""The progress bar of a fine-tuning run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from typing_extensions import override
+
+_SHOWN = {"train/loss": "loss", "val/loss": "val_loss", "throughput/tokens_per_s": "tok/s"}
+
+
+class ProgressBar(TQDMProgressBar):
+    """Lightning's bar with the global loss, the last validation loss and the tokens per second of the job."""
+
+    _batches: int | float | None = None
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
+        # Lightning's own total takes max_steps for a number of batches, which it is not when gradients accumulate
+        batches: int | float = trainer.num_training_batches
+        if trainer.max_steps > 0:
+            batches = min(batches, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+        self._batches = batches
+        super().on_train_epoch_start(trainer, *args)
+
+    @property
+    @override
+    def total_train_batches(self) -> int | float:
+        return super().total_train_batches if self._batches is None else self._batches
+
+    @override
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        shown: dict[str, Any] = super().get_metrics(trainer, pl_module)
+        shown.pop("v_num", None)
+        logged = {**trainer.logged_metrics, **trainer.callback_metrics}
+        for name, label in _SHOWN.items():
+            if name in logged:
+                value = float(logged[name])
+                shown[label] = f"{value:,.0f}" if label == "tok/s" else f"{value:.4f}"
+        return shown

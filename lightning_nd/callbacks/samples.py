@@ -1,0 +1,145 @@
+"""What the model answers before and after training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+_BLOCK = 64  # lengths are rounded up to it, so that a compiled model sees few shapes
+
+
+class SampleCompletions(Callback):
+    """Prints greedy completions of a few prompts before and after the fit.
+
+    Every rank runs the same prompts for the same number of forward passes, because a sharded forward is a collective;
+    no cache is kept, so the cost is ``max_new_tokens`` forward passes.
+
+    Args:
+        prompts: a JSONL file with one ``{"prompt": …}`` or ``{"messages": […]}`` a line, or a list of prompts. A prompt
+            is given to the model as a user turn when the tokenizer has a chat template, as plain text otherwise.
+        max_new_tokens: length of a completion.
+        limit: use at most this many prompts.
+
+    Raises:
+        ValueError: with file and line for a row that is neither, and when there is no prompt.
+    """
+
+    def __init__(self, prompts: str | list[str], max_new_tokens: int = 24, limit: int = 4) -> None:
+        if max_new_tokens < 1 or limit < 1:
+            raise ValueError(f"SampleCompletions: max_new_tokens={max_new_tokens} and limit={limit} must be positive.")
+        self.conversations = [_as_messages(p) for p in prompts] if isinstance(prompts, list) else _read(prompts)
+        if not self.conversations:
+            raise ValueError(f"SampleCompletions: no prompt in {prompts!r}.")
+        self.conversations = self.conversations[:limit]
+        self.max_new_tokens = max_new_tokens
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show("before training", trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show("after training", trainer, pl_module)
+
+    def _show(self, when: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        tokenizer = getattr(pl_module, "tokenizer", None)
+        if tokenizer is None:
+            raise ValueError(f"SampleCompletions needs {type(pl_module).__name__}.tokenizer, which is missing.")
+        prompts = [_encode(tokenizer, messages) for messages in self.conversations]
+        answers = greedy(pl_module, prompts, self.max_new_tokens)
+        lines = [f"\nCompletions {when}:"]
+        for messages, answer in zip(self.conversations, answers, strict=True):
+            text = tokenizer.decode(_until(answer, _stops(pl_module, tokenizer)), skip_special_tokens=True)
+            lines += [f"  > {messages[-1]['content']}", f"    {' '.join(text.split()) or '(nothing)'}"]
+        rank_zero_info("\n".join(lines))
+
+
+def greedy(module: LightningModule, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """The most likely continuation of each prompt, ``new_tokens`` long; collective over all ranks.
+
+    Args:
+        module: has the causal LM as ``model``, already sharded.
+        prompts: token ids, the same on every rank.
+    """
+    was_training = module.training
+    module.eval()
+    device = module.trainer.strategy.root_device
+    longest = max(map(len, prompts)) + new_tokens
+    width = -(-longest // _BLOCK) * _BLOCK
+    ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    rows = torch.arange(len(prompts), device=device)
+    positions = torch.arange(width, device=device)
+    with torch.no_grad(), module.trainer.precision_plugin.forward_context():
+        for _ in range(new_tokens):
+            mask = (positions < lengths[:, None]).long()
+            logits: Any = module.model(input_ids=ids, attention_mask=mask, use_cache=False).logits  # type: ignore[operator]
+            following = _same_everywhere(_full(logits)[rows, lengths - 1].argmax(-1))
+            ids[rows, lengths] = following
+            lengths = lengths + 1
+    module.train(was_training)
+    return [ids[row, len(prompt) : len(prompt) + new_tokens].tolist() for row, prompt in enumerate(prompts)]
+
+
+def _full(logits: Any) -> Tensor:
+    return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+
+
+def _same_everywhere(tokens: Tensor) -> Tensor:
+    """Rank 0's choice: a tie that two ranks break differently would feed tp peers different tokens."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.broadcast(tokens, src=0)
+    return tokens
+
+
+def _encode(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    if tokenizer.chat_template:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    else:
+        ids = tokenizer("\n".join(m["content"] for m in messages))["input_ids"]
+    return list(ids)
+
+
+def _stops(module: LightningModule, tokenizer: Any) -> set[int]:
+    config = getattr(getattr(module, "model", None), "generation_config", None)
+    eos = getattr(config, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    return {i for i in ids if i is not None}
+
+
+def _until(tokens: list[int], stops: set[int]) -> list[int]:
+    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[:end]
+
+
+def _as_messages(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def _read(path: str) -> list[list[dict[str, str]]]:
+    conversations = []
+    for number, line in enumerate(Path(path).expanduser().read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not valid JSON: {error}") from error
+        if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+            conversations.append(_as_messages(row["prompt"]))
+        elif isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
+            messages = row["messages"]
+            # the answer is the model's: a closing assistant turn is not part of the prompt
+            conversations.append(messages[:-1] if messages[-1].get("role") == "assistant" else messages)
+        else:
+            raise ValueError(f'{path}:{number}: expected {{"prompt": "…"}} or {{"messages": […]}}.')
+    return conversations

@@ -1,0 +1,277 @@
+"""The Trainer commands: one configuration becomes a Trainer, a model and data, on LightningCLI."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentError
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from lightning_nd.callbacks import LossPlot, ProgressBar, Throughput
+from lightning_nd.cli.keys import ConfigError, KeyChecker
+from lightning_nd.cli.paths import PathResolver
+from lightning_nd.launch import check_world, is_interactive, resolve_devices
+from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, configure_optimizers
+from lightning_nd.strategy import NDStrategy
+
+MODEL = "lightning_nd.recipes.CausalLM"
+DATA = "lightning_nd.data.ChatDataModule"
+CLASSES: dict[str, str | None] = {
+    "model": MODEL,
+    "data": DATA,
+    "optimizer": DEFAULT_OPTIMIZER["class_path"],
+    "lr_scheduler": DEFAULT_SCHEDULER["class_path"],
+}
+BASES = (LightningModule, LightningDataModule, torch.optim.Optimizer, LRScheduler, Callback, Logger, Strategy)
+# the values of a fresh Trainer that a fine-tuning run wants otherwise; all can be set again
+TRAINER_DEFAULTS = {"strategy": "nd", "log_every_n_steps": 1, "use_distributed_sampler": False}
+
+
+class NDArgumentParser(LightningArgumentParser):
+    """A parser that checks every key of a configuration file and resolves its relative paths."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.paths = PathResolver(Path.cwd())
+        self.checker: KeyChecker | None = None
+        self.config_files: list[str] = []
+
+    @override
+    def parse_string(self, content: str, path: str | os.PathLike = "", *args: Any, **kwargs: Any) -> Namespace:
+        source = os.path.join(os.getcwd(), path) if path else "configuration text"
+        if self.checker is not None:
+            self.checker.check_text(content, _shorten(source, self.paths.start))
+        if path:  # jsonargparse reads a file from within its folder
+            self.config_files.append(source)
+            config = yaml.safe_load(content)
+            if self.paths.rewrite(config, Path.cwd()):
+                # the loader of the parser reads numbers such as 1e-5 and is kept; only paths are replaced
+                content = yaml.safe_dump(config, sort_keys=False)
+        return super().parse_string(content, path, *args, **kwargs)
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Writes the complete configuration of a fit into its run folder; feeding it back repeats the run."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and not self.already_saved and trainer.is_global_zero:
+            folder = Path(trainer.default_root_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            saved = self.config.clone()
+            saved.overwrite, saved.ckpt_path = False, None
+            self.parser.save(saved, folder / self.config_filename, skip_none=False, overwrite=True, multifile=False)
+        self.already_saved = True
+
+
+class NDCLI(LightningCLI):
+    """Parses one command's configuration and builds the Trainer, the model and the data.
+
+    Args:
+        command: ``fit``, ``validate``, ``test``, ``predict``, or another command that reads the same configuration.
+        args: the arguments after the command.
+    """
+
+    def __init__(self, command: str, args: list[str]) -> None:
+        self.command = command
+        self.arguments = args
+        super().__init__(
+            model_class=LightningModule,
+            datamodule_class=LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_callback=SaveRunConfig,
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=42,
+            parser_class=NDArgumentParser,
+            parser_kwargs={
+                "prog": f"lightning-nd {command}",
+                "description": None,
+                "exit_on_error": False,
+                "allow_abbrev": False,
+            },
+            auto_configure_optimizers=False,
+            args=args,
+            run=False,
+        )
+
+    # ---- parsing
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        assert isinstance(parser, NDArgumentParser)
+        parser.add_class_arguments(NDStrategy, "nd", instantiate=False)
+        parser.add_subclass_arguments(
+            torch.optim.Optimizer, "optimizer", instantiate=False, skip={"params"}, fail_untyped=False, required=False
+        )
+        parser.add_subclass_arguments(
+            LRScheduler, "lr_scheduler", instantiate=False, skip={"optimizer"}, fail_untyped=False, required=False
+        )
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint to resume from or evaluate.")
+        parser.add_argument("--overwrite", type=bool, default=False, help="Replace an earlier run in the same folder.")
+        parser.set_defaults(
+            {
+                "model": {"class_path": MODEL},
+                "data": {"class_path": DATA},
+                "optimizer": DEFAULT_OPTIMIZER,
+                "lr_scheduler": DEFAULT_SCHEDULER,
+            }
+        )
+        defaults = parser.get_defaults().as_dict()
+        groups = {name: list(defaults[name]) for name in ("trainer", "nd")}
+        others = [name for name in defaults if name not in groups and name not in CLASSES]
+        parser.checker = KeyChecker(groups=groups, classes=CLASSES, bases=BASES, others=[*others, "config"])
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        assert isinstance(parser, NDArgumentParser)
+        assert parser.checker is not None
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            parser.checker.check_options(args)
+            raise ConfigError(_readable(error.message or str(error))) from error
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        parser, config = self.parser, self.config
+        assert isinstance(parser, NDArgumentParser)
+        parser.paths.check(config)
+        if config.trainer.default_root_dir is None:
+            stem = Path(parser.config_files[-1]).stem if parser.config_files else "lightning-nd"
+            config.trainer.default_root_dir = os.path.join("runs", stem)
+        self.run_dir = Path(config.trainer.default_root_dir)
+        self._check_strategy()
+        self._check_run_dir()
+
+    def _check_strategy(self) -> None:
+        config = self.config
+        defaults = self.parser.get_defaults().nd.as_dict()
+        changed = {key: value for key, value in config.nd.as_dict().items() if value != defaults[key]}
+        if config.trainer.strategy != "nd" and changed:
+            given = ", ".join(f"nd.{key}={value}" for key, value in changed.items())
+            raise ConfigError(
+                f"{given} would be ignored, because trainer.strategy is {_name(config.trainer.strategy)}."
+                " Leave trainer.strategy at 'nd', or put the settings into the strategy's init_args."
+            )
+        if config.trainer.strategy == "nd":
+            degrees = {key: config.nd[key] for key in ("dp_replicate", "dp_shard", "cp", "tp")}
+            on_gpu = config.trainer.accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
+            nodes = config.trainer.num_nodes
+            if isinstance(config.trainer.devices, str) and config.trainer.devices.isdigit():
+                config.trainer.devices = int(config.trainer.devices)
+            devices = resolve_devices(
+                os.environ,
+                devices=config.trainer.devices,
+                num_nodes=nodes,
+                accelerator_devices=torch.cuda.device_count() if on_gpu else None,
+                **degrees,
+            )
+            config.trainer.devices = devices
+            if isinstance(devices, int) and devices > 0:
+                check_world(os.environ, devices=devices, num_nodes=nodes, interactive=is_interactive(), **degrees)
+
+    def _check_run_dir(self) -> None:
+        saved = self.run_dir / "config.yaml"
+        if self.command == "fit" and saved.exists() and not self.config.overwrite and not self.config.ckpt_path:
+            raise ConfigError(
+                f"{saved.absolute()} exists: this folder holds an earlier run. Give a new folder with"
+                f" --trainer.default_root_dir {self.run_dir}-2, or replace the run with --overwrite true."
+            )
+
+    # ---- building
+
+    @override
+    def instantiate_classes(self) -> None:
+        super().instantiate_classes()
+        optimizer, scheduler = (_as_dict(self.config.get(key)) for key in ("optimizer", "lr_scheduler"))
+        own = is_overridden("configure_optimizers", self.model)
+        if own and not getattr(self.model, "optimizer_from_cli", False):
+            defaults = self.parser.get_defaults()
+            if optimizer != _as_dict(defaults.optimizer) or scheduler != _as_dict(defaults.lr_scheduler):
+                raise ConfigError(
+                    f"{type(self.model).__name__} makes its own optimizer in configure_optimizers, so optimizer and"
+                    " lr_scheduler in the configuration would be ignored. Remove them, or that method."
+                )
+        elif optimizer is not None:
+
+            def configure(module: LightningModule) -> Any:
+                return configure_optimizers(module, optimizer, scheduler)
+
+            # a method and not a finished optimizer: it must see the parameters as they are after sharding
+            self.model.configure_optimizers = MethodType(configure, self.model)
+
+    @override
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        if config["strategy"] == "nd":
+            config["strategy"] = NDStrategy(**self.config.nd.as_dict())
+        if config["logger"] in (None, True):
+            folder = self.run_dir if self.command == "fit" else self.run_dir / self.command
+            config["logger"] = CSVLogger(str(folder), name="", version="")
+        given = config["callbacks"] or []
+        given = given if isinstance(given, list) else [given]
+        defaults: list[Callback] = []
+        if config["logger"]:
+            defaults += [Throughput(), LossPlot()]
+        if config["enable_progress_bar"] is not False:
+            defaults.append(ProgressBar())
+        config["callbacks"] = given + [d for d in defaults if not any(isinstance(g, _kind(d)) for g in given)]
+        return super()._instantiate_trainer(config, callbacks)
+
+    # ---- running
+
+    def run(self) -> Any:
+        """Call the Trainer method of the command."""
+        method = getattr(self.trainer, self.command)
+        return method(self.model, datamodule=self.datamodule, ckpt_path=self.config.ckpt_path)
+
+
+def _kind(default: Callback) -> type[Callback]:
+    """What counts as the user's own choice in place of a default callback."""
+    return LightningProgressBar if isinstance(default, ProgressBar) else type(default)
+
+
+def _shorten(path: str, start: Path) -> str:
+    relative = os.path.relpath(path, start)
+    return relative if not relative.startswith("..") else path
+
+
+def _as_dict(value: Any) -> dict[str, Any] | None:
+    return value.as_dict() if isinstance(value, Namespace) else value
+
+
+def _name(strategy: Any) -> str:
+    return repr(strategy if isinstance(strategy, str) else strategy.class_path)
+
+
+def _readable(message: str) -> str:
+    """Drop what jsonargparse says about its own type machinery."""
+    noise = ("Does not validate against", "Subtypes:", "Given value type:", "Expected a <class 'NoneType'>")
+    lines = [line for line in message.splitlines() if not line.strip().lstrip("- ").startswith(noise)]
+    return "\n".join(line for line in lines if line.strip() not in ("Errors:",))
+
+
+def main_command(command: str, args: list[str]) -> int:
+    """Run one Trainer command and say where its results are."""
+    from lightning_nd.cli.summary import closing_words
+
+    cli = NDCLI(command, args)
+    cli.run()
+    if cli.trainer.is_global_zero:
+        sys.stdout.flush()
+        print(closing_words(cli), flush=True)
+    return 0

@@ -1,0 +1,136 @@
+"""Entry point: picks the command, shows help, and turns expected errors into messages."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+COMMANDS = {
+    "fit": ("lightning_nd.cli.app:main_command", "train, validate along the way, export a Hugging Face folder"),
+    "validate": ("lightning_nd.cli.app:main_command", "loss and perplexity on data.val"),
+    "test": ("lightning_nd.cli.app:main_command", "loss and perplexity on data.test"),
+    "predict": ("lightning_nd.cli.app:main_command", "score every row of data.predict"),
+    "verify": ("lightning_nd.cli.verify:main_command", "compare this layout with one process, number by number"),
+}
+
+_REFUSALS = (ValueError, TypeError, FileNotFoundError, NotImplementedError, RuntimeError)
+
+_HELP = """usage: lightning-nd COMMAND --config RECIPE.yaml [--key value ...]
+
+commands:
+{commands}
+
+lightning-nd COMMAND --help    the options of a command
+"""
+
+_COMMAND_HELP = """usage: lightning-nd {command} --config RECIPE.yaml [--key value ...]
+
+{what}.
+
+Every key of a configuration file is also an option: --trainer.max_steps 100 --optimizer.lr 2e-5 --nd.tp 2.
+Options win over files, and later files over earlier ones.
+
+  -c, --config FILE          a recipe; can be given several times
+  --model.model PATH         model folder or hub id
+  --data.train FILE          rows to train on (JSONL: messages, prompt + completion, or text)
+  --data.val FILE            rows to validate on
+  --nd.tp, --nd.dp_shard,    the layout: how many ranks share a layer, share the parameters,
+  --nd.dp_replicate, --nd.cp   hold replicas, share a sequence
+  --trainer.devices N        processes on this machine; the product of the degrees when left out
+  --trainer.max_steps N      length of the run
+  --trainer.precision P      32-true, bf16-mixed, bf16-true
+  --optimizer CLASS          a torch optimizer class; --optimizer.lr 1e-5 sets its arguments
+  --lr_scheduler CLASS       a schedule, stepped once per optimizer step
+  --trainer.callbacks+=CLASS add to the list of the file (= replaces it)
+  --trainer.default_root_dir DIR   where results go (runs/<name of the recipe>)
+  --ckpt_path PATH           resume from, or evaluate, a checkpoint
+  --overwrite true           replace an earlier run in the same folder
+{extra}
+  --print_config             the complete configuration of this command, and exit
+  --model.help CLASS, --data.help CLASS, --optimizer.help CLASS   the arguments of a class
+  --help-all                 every option of the Trainer and the strategy
+"""
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0 done, 1 failed, 2 refused)."""
+    args = list(sys.argv[1:] if args is None else args)
+    if not args or args[0] in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        print(_HELP.format(commands="\n".join(f"  {n:<{width}}  {what}" for n, (_, what) in COMMANDS.items())))
+        return 0 if args else 2
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(version("lightning-nd"))
+        return 0
+    command, *rest = args
+    if command not in COMMANDS:
+        from lightning_nd.cli.keys import nearest
+
+        print(f"lightning-nd: there is no command {command!r}: {nearest(command, COMMANDS)}", file=sys.stderr)
+        return 2
+    target, what = COMMANDS[command]
+    module_name, _, function = target.partition(":")
+    if "--help" in rest or "-h" in rest:
+        extra = getattr(importlib.import_module(module_name), "HELP", "") if command == "verify" else ""
+        print(_COMMAND_HELP.format(command=command, what=what[0].upper() + what[1:], extra=extra))
+        return 0
+    _quiet()
+    rest = ["--help" if option == "--help-all" else option for option in rest]
+    try:
+        return int(getattr(importlib.import_module(module_name), function)(command, rest))
+    except Exception as error:
+        return _explain(error, command)
+
+
+def _quiet() -> None:
+    """Leave out messages that no user can act on."""
+    # FSDP2 warns of views among a module's outputs; nothing here changes them in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # at its small default sizes the CPU loader needs no worker processes
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
+
+
+def _explain(error: Exception, command: str) -> int:
+    """Print a refusal as its message, anything else with its traceback; a child process leaves that to rank 0."""
+    from lightning_nd.launch import RankFailedError, is_child
+
+    if is_child():
+        return 1
+    sys.stdout.flush()
+    if isinstance(error, RankFailedError):
+        print(f"lightning-nd {command}: {error}", file=sys.stderr, flush=True)
+        return 1
+    refusal = _refusal(error)
+    if refusal is not None and not os.environ.get("LIGHTNING_ND_TRACEBACK"):
+        print(f"lightning-nd {command}: error: {refusal}", file=sys.stderr, flush=True)
+        return 2
+    traceback.print_exception(error)
+    return 1
+
+
+def _refusal(error: BaseException | None) -> BaseException | None:
+    """The error that this package raised on purpose: of a known kind, with one of our frames innermost.
+
+    The parser wraps what a constructor raises, so such errors are looked for below its own.
+    """
+    while error is not None:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        if frame is None:
+            return None
+        file = Path(frame.tb_frame.f_code.co_filename).resolve()
+        if file.is_relative_to(Path(__file__).resolve().parents[1]):
+            return error if isinstance(error, _REFUSALS) else None
+        if "jsonargparse" not in file.parts:
+            return None
+        error = error.__cause__ or error.__context__
+    return None

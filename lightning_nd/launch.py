@@ -1,0 +1,288 @@
+"""Starting the local processes, checking what started them, and ending them together when one fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from typing_extensions import override
+
+from lightning_nd.mesh import Degree, ParallelDims
+
+log = logging.getLogger(__name__)
+
+_REPORTS = "LIGHTNING_ND_REPORTS"
+_PARENT = "LIGHTNING_ND_PARENT"
+_GRACE = 8.0  # seconds that the other ranks get to fail on their own before they are killed
+
+
+def process_manager(environ: Mapping[str, str]) -> Literal["torchrun", "slurm", "local"]:
+    """Who starts the processes of this job, by the rules that Lightning's environments use."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "torchrun"
+    if "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        return "slurm"
+    return "local"
+
+
+def resolve_devices(
+    environ: Mapping[str, str],
+    *,
+    devices: int | str | list[int],
+    num_nodes: int = 1,
+    dp_replicate: Degree = 1,
+    dp_shard: Degree = "auto",
+    cp: Degree = 1,
+    tp: Degree = 1,
+    accelerator_devices: int | None = None,
+) -> int | str | list[int]:
+    """The number of processes per node when ``devices`` is left at ``"auto"``; anything else is returned as it is.
+
+    Under torchrun and SLURM it is what they started. From one terminal it is the product of the degrees; when one of
+    them is ``"auto"`` it is every visible accelerator, or on CPU the product of the other degrees.
+
+    Args:
+        environ: the process environment.
+        accelerator_devices: visible GPUs, or None on CPU.
+
+    Raises:
+        ValueError: if the product of the degrees cannot be spread over ``num_nodes``.
+    """
+    if devices not in ("auto", -1, "-1"):
+        return devices
+    manager = process_manager(environ)
+    if manager == "torchrun":
+        return int(environ["LOCAL_WORLD_SIZE"])
+    if manager == "slurm":
+        per_node = environ.get("SLURM_NTASKS_PER_NODE")
+        return int(per_node) if per_node else max(1, int(environ["SLURM_NTASKS"]) // num_nodes)
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    product = 1
+    for degree in given.values():
+        product *= degree if isinstance(degree, int) else 1
+    if "auto" in given.values() and (accelerator_devices is not None or product < 1):
+        return devices
+    if product < 1:
+        return 1  # ParallelDims refuses the degree with the full message
+    if product % num_nodes and "auto" not in given.values():
+        picture = " × ".join(f"{axis}={degree}" for axis, degree in given.items())
+        raise ValueError(
+            f"{picture} gives {product} ranks, which {num_nodes} nodes cannot share equally."
+            " Change a degree or num_nodes, or set devices."
+        )
+    return max(1, product // num_nodes)
+
+
+def check_world(
+    environ: Mapping[str, str],
+    *,
+    devices: int,
+    num_nodes: int = 1,
+    dp_replicate: Degree = 1,
+    dp_shard: Degree = "auto",
+    cp: Degree = 1,
+    tp: Degree = 1,
+    interactive: bool = False,
+) -> ParallelDims:
+    """Refuse a layout that the started processes cannot form; returns the resolved degrees.
+
+    `NDStrategy.set_world_ranks` calls it before any process group exists, so that a mismatch ends in a message and not
+    in ranks that wait for each other.
+
+    Args:
+        environ: the process environment.
+        devices: processes per node that the Trainer was asked for.
+        interactive: True in a notebook or a Python prompt, where no processes can be started.
+
+    Raises:
+        ValueError: if torchrun, SLURM or the environment started another number of processes than
+            ``devices × num_nodes``, or the degrees do not multiply to it.
+        RuntimeError: in interactive use with more than one process, or in a SLURM allocation without srun.
+    """
+    wanted = devices * num_nodes
+    asked = f"devices={devices} × num_nodes={num_nodes} = {wanted} processes"
+    manager = process_manager(environ)
+    if manager == "torchrun":
+        world, local = int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_WORLD_SIZE", devices))
+        if world != wanted or local != devices:
+            raise ValueError(
+                f"torchrun started {world} processes ({local} on this node), but the Trainer is set to {asked}."
+                f" Start torchrun with --nproc_per_node={devices} --nnodes={num_nodes}, or set devices={local} and"
+                f" num_nodes={max(1, world // local)}."
+            )
+    elif manager == "slurm":
+        _check_slurm(environ, devices=devices, num_nodes=num_nodes, asked=asked)
+    elif "LOCAL_RANK" in environ and environ.get("WORLD_SIZE", str(wanted)) != str(wanted):
+        raise ValueError(
+            f"The environment has WORLD_SIZE={environ['WORLD_SIZE']} and LOCAL_RANK={environ['LOCAL_RANK']}, but the"
+            f" Trainer is set to {asked}. Change devices or num_nodes, or unset these variables to start the"
+            " processes from here."
+        )
+    elif interactive and wanted > 1 and "LOCAL_RANK" not in environ:
+        raise RuntimeError(
+            f"A notebook or Python prompt can train with one process only and this layout needs {wanted}: put the code"
+            f" in a file and run `torchrun --nproc_per_node={devices} train.py`, or use"
+            f" `lightning-nd fit --config recipe.yaml --trainer.devices {devices}`."
+        )
+    return ParallelDims.resolve(world_size=wanted, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+
+
+def _check_slurm(environ: Mapping[str, str], *, devices: int, num_nodes: int, asked: str) -> None:
+    tasks = int(environ["SLURM_NTASKS"])
+    if "SLURM_PROCID" not in environ:
+        raise RuntimeError(
+            f"This shell is inside a SLURM allocation (SLURM_NTASKS={tasks}) but the command was not started by srun."
+            f" Prefix it with `srun`, or start local processes with `env -u SLURM_NTASKS {_command()}`."
+        )
+    per_node, nodes = environ.get("SLURM_NTASKS_PER_NODE"), environ.get("SLURM_NNODES")
+    started = f"SLURM_NTASKS={tasks}, SLURM_NTASKS_PER_NODE={per_node}, SLURM_NNODES={nodes}"
+    if per_node and nodes and int(per_node) * int(nodes) != tasks:
+        raise ValueError(
+            f"SLURM started {tasks} tasks, but {per_node} tasks on each of {nodes} nodes are"
+            f" {int(per_node) * int(nodes)} ({started}): the missing ranks would never arrive."
+            " Give sbatch or srun --ntasks-per-node and --nodes,"
+            " and no other --ntasks."
+        )
+    if tasks != devices * num_nodes or (per_node and int(per_node) != devices):
+        raise ValueError(
+            f"SLURM started {tasks} tasks ({started}), but the Trainer is set to {asked}."
+            f" Set devices={per_node or tasks} and num_nodes={nodes or 1}, or change --ntasks-per-node and --nodes."
+        )
+
+
+def is_interactive() -> bool:
+    """True in a notebook, IPython or a Python prompt."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+def is_child() -> bool:
+    """True in a process that `LocalLauncher` started: its parent tells the user about failures."""
+    return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(_PARENT) == str(os.getppid())
+
+
+def _command() -> str:
+    return shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]) if sys.argv[0] else "python train.py"
+
+
+class RankFailedError(RuntimeError):
+    """A rank failed; the message holds its rank, host, step, phase and traceback."""
+
+
+class LocalLauncher(_SubprocessScriptLauncher):
+    """Starts one process per device of this node, and ends all of them when one fails.
+
+    Every rank that fails leaves a report. Rank 0 waits a moment for the others, kills those that hang, and shows the
+    report that came first; the errors that ranks raise because a peer went away are not repeated. A child whose parent
+    died ends itself. Under torchrun and SLURM no process is started and they do the ending.
+    """
+
+    @override
+    def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            os.environ[_REPORTS] = tempfile.mkdtemp(prefix="lightning-nd-")
+            os.environ[_PARENT] = str(os.getpid())
+            self._call_children_scripts()
+            threading.Thread(target=self._watch_children, daemon=True, name="watch-children").start()
+        elif is_child():
+            threading.Thread(target=_watch_parent, daemon=True, name="watch-parent").start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
+                raise
+            self._report(error, trainer)
+            if self.procs:
+                self._end_children()
+                first = _first_report()
+                if first is not None and first != _own_report():
+                    raise RankFailedError(first.read_text()) from None
+            raise
+
+    def _report(self, error: BaseException, trainer: Any) -> None:
+        # torchrun reads its own file and prints the first failure of all ranks
+        if os.environ.get("TORCHELASTIC_ERROR_FILE") and isinstance(error, Exception):
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        path = _own_report()
+        if path is None or path.exists():
+            return
+        phase = getattr(getattr(getattr(trainer, "state", None), "stage", None), "value", None) or "setup"
+        step = getattr(trainer, "global_step", 0) if trainer is not None else 0
+        text = "".join(traceback.format_exception(error))
+        rank = os.environ.get("LOCAL_RANK", "0")
+        head = f"rank {rank} on {socket.gethostname()} failed first, at step {step} ({phase}):"
+        try:
+            path.write_text(f"{head}\n{text}")
+        except OSError:  # the directory went away with a parent that already ended
+            log.debug("could not write %s", path)
+
+    def _end_children(self) -> None:
+        deadline = time.monotonic() + _GRACE
+        for process in self.procs:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _watch_children(self) -> None:
+        """End the job when a child is gone and rank 0 does not notice, because it waits in a collective."""
+        while True:
+            time.sleep(0.5)
+            codes = [process.poll() for process in self.procs]
+            if all(code == 0 for code in codes):
+                return
+            failed = next((i for i, code in enumerate(codes) if code), None)
+            if failed is None:
+                continue
+            time.sleep(_GRACE + 2)  # rank 0 normally fails by itself now and reports
+            for process in self.procs:
+                process.kill()
+            first = _first_report()
+            text = first.read_text() if first else f"rank {failed + 1} ended with {_exit_words(codes[failed])}."
+            sys.stdout.flush()
+            print(f"\n{text}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def _exit_words(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name} (often: out of memory)"
+    return f"exit code {code}"
+
+
+def _own_report() -> Path | None:
+    folder = os.environ.get(_REPORTS)
+    return Path(folder) / f"{os.environ.get('LOCAL_RANK', '0')}.txt" if folder else None
+
+
+def _first_report() -> Path | None:
+    folder = os.environ.get(_REPORTS)
+    if not folder or not Path(folder).is_dir():
+        return None
+    return min(Path(folder).glob("*.txt"), key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _watch_parent() -> None:
+    parent = os.environ[_PARENT]
+    while str(os.getppid()) == parent:
+        time.sleep(1.0)
+    os._exit(1)

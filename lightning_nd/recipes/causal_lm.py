@@ -1,0 +1,279 @@
+"""Fine-tuning of a Hugging Face causal language model as a LightningModule."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics.aggregation import SumMetric
+from typing_extensions import override
+
+from lightning_nd.assets import resolve
+from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, configure_optimizers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Batch = dict[str, Tensor]
+
+
+class CausalLM(LightningModule):
+    """Trains all weights of a causal LM on the supervised tokens of its batches, and exports a Hugging Face folder.
+
+    The logged numbers are global and token-weighted, the same for every layout: ``train/loss``, ``train/grad_norm``
+    (before clipping), ``train/supervised_tokens`` and ``lr`` for each optimizer step; ``val/loss`` and
+    ``val/perplexity`` for each validation, as sum of nll over sum of tokens.
+
+    Args:
+        model: folder or hub id of the model; ``lightning_nd://quickstart/model`` is a small one of the package.
+        tokenizer: folder or hub id of its tokenizer; the model's own when None.
+        dtype: of the weights; ``"auto"`` is float32, or the format of ``Trainer(precision="bf16-true"/"16-true")``.
+        attn_implementation: ``"sdpa"``, ``"eager"`` or another name that transformers knows; its choice when None.
+        config_overrides: values that replace those of the model's configuration, e.g. ``{"rope_theta": 500000.0}``.
+        from_scratch: random weights from ``seed_everything`` instead of the stored ones.
+        trust_remote_code: run model code that comes with the weights.
+        export: write the model as a Hugging Face folder when the fit ends.
+        export_dir: where; ``<default_root_dir>/export`` when None.
+
+    Raises:
+        ValueError: before weights are loaded, for a path that does not exist or holds no model, for a tokenizer with
+            ids that have no embedding, or for an ``export_dir`` that already holds files.
+    """
+
+    # the command line may set optimizer and schedule in place of the defaults of configure_optimizers
+    optimizer_from_cli = True
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        attn_implementation: str | None = None,
+        config_overrides: dict[str, Any] | None = None,
+        from_scratch: bool = False,
+        trust_remote_code: bool = False,
+        export: bool = True,
+        export_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.source = resolve(os.path.expanduser(model))
+        self.model: PreTrainedModel | None = None
+        self.config, self.tokenizer = load_config_and_tokenizer(
+            self.source, tokenizer, trust_remote_code=trust_remote_code, **(config_overrides or {})
+        )
+        check_vocabulary(self.config, self.tokenizer, tokenizer or self.source)
+        self.exported_to: Path | None = None
+        self._window: tuple[Tensor, Tensor] | None = None
+        self._step: dict[str, Any] = {}
+        self._nll = SumMetric(nan_strategy="disable").set_dtype(torch.float64)
+        self._tokens = SumMetric(nan_strategy="disable").set_dtype(torch.float64)
+
+    # ---- life cycle
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and self.hparams["export"] and self.hparams["export_dir"]:
+            folder = Path(self.hparams["export_dir"]).expanduser()
+            if folder.is_dir() and any(folder.iterdir()):
+                raise ValueError(
+                    f"export_dir {folder.absolute()} already holds files; give another folder or empty it."
+                )
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        from lightning_nd.checkpoint import from_config, load_pretrained, materialize
+        from lightning_nd.strategy import NDStrategy
+
+        dtype = self._weight_dtype()
+        options = dict(self.hparams["config_overrides"] or {})
+        if self.hparams["from_scratch"]:
+            if self.hparams["attn_implementation"]:
+                self.config._attn_implementation = self.hparams["attn_implementation"]
+            self.model = from_config(self.config, dtype=dtype, seed=int(os.environ.get("PL_GLOBAL_SEED", "0")))
+        else:
+            self.model = load_pretrained(
+                self.source,
+                dtype=dtype,
+                attn_implementation=self.hparams["attn_implementation"],
+                trust_remote_code=self.hparams["trust_remote_code"],
+                **options,
+            )
+        self.model.train()
+        if not isinstance(self.trainer.strategy, NDStrategy):
+            # NDStrategy fills the weights after it has sharded the empty model
+            materialize(self.model, self.trainer.strategy.root_device)
+
+    def _weight_dtype(self) -> torch.dtype:
+        name = self.hparams["dtype"]
+        if name == "auto":
+            name = {"bf16-true": "bfloat16", "16-true": "float16"}.get(self.trainer.precision, "float32")
+        return getattr(torch, name)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return configure_optimizers(self, DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER)
+
+    # ---- steps
+
+    def forward(self, **inputs: Any) -> Any:
+        """The transformers model's forward, without a cache."""
+        assert self.model is not None
+        return self.model(**inputs, use_cache=False)
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = self(**batch).loss
+        count = supervised_tokens(batch)
+        nll = weighted(loss.detach(), count)
+        self._window = (nll, count) if self._window is None else (self._window[0] + nll, self._window[1] + count)
+        return loss
+
+    @override
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        # before the schedule moves on: the rate of this step
+        self._step = {"lr": optimizer.param_groups[0]["lr"]}
+        if hasattr(self.trainer.strategy, "grad_norm"):
+            self._step["train/grad_norm"] = self.trainer.strategy.grad_norm()
+        else:
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            self._step["train/grad_norm"] = torch.nn.utils.get_total_norm(grads)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if not self._step or self._window is None:
+            return  # inside an accumulation window
+        (nll, count), strategy = self._window, self.trainer.strategy
+        values = {
+            "train/loss": getattr(strategy, "step_loss", None),
+            "train/supervised_tokens": getattr(strategy, "step_supervised_tokens", None),
+        }
+        own = {"train/loss": nll / count, "train/supervised_tokens": count}
+        values = {name: own[name] if value is None else value for name, value in values.items()}
+        for name, value in {**values, **self._step}.items():
+            self.log(name, float(value), batch_size=1)
+        self._window, self._step = None, {}
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._add(batch)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_sums("val")
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._add(batch)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_sums("test")
+
+    def _add(self, batch: Batch) -> None:
+        # where the loss is already the mean over all data ranks, the ranks' shares of it still add up to the sum of nll
+        count = supervised_tokens(batch)
+        self._nll.update(weighted(self(**batch).loss, count))
+        self._tokens.update(count)
+
+    def _log_sums(self, name: str) -> None:
+        loss = self._nll.compute() / self._tokens.compute()
+        self._nll.reset()
+        self._tokens.reset()
+        values = {f"{name}/loss": loss.float(), f"{name}/perplexity": loss.exp().float()}
+        self.log_dict(values, sync_dist=True, batch_size=1)
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Score each row: ``nll`` [rows], summed over its supervised tokens, and their number ``supervised_tokens``."""
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = self(**inputs).logits
+        logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+        labels = batch["labels"][:, 1:]
+        nll = torch.nn.functional.cross_entropy(
+            logits[:, :-1].float().transpose(1, 2), labels, ignore_index=-100, reduction="none"
+        )
+        return {"nll": nll.sum(1), "supervised_tokens": (labels != -100).sum(1)}
+
+    # ---- export
+
+    @override
+    def on_fit_end(self) -> None:
+        if not self.hparams["export"] or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        from lightning_nd.checkpoint import save_pretrained
+
+        assert self.model is not None
+        given = self.hparams["export_dir"]
+        folder = Path(given).expanduser() if given else Path(self.trainer.default_root_dir) / "export"
+        # the data module's tokenizer carries the chat template that was trained with
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", self.tokenizer)
+        save_pretrained(self.model, folder, tokenizer=tokenizer, overwrite=True)
+        self.exported_to = folder
+        rank_zero_info(f"Exported the model to {folder.absolute()}")
+
+
+def supervised_tokens(batch: Batch) -> Tensor:
+    """The number of tokens of this rank's batch that the loss counts: every label that has a token before it."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def weighted(mean: Tensor, count: Tensor) -> Tensor:
+    """``mean × count`` in float64, exactly zero when there is nothing to count (the mean of nothing is NaN)."""
+    return torch.where(count > 0, mean.double() * count, 0.0)
+
+
+def load_config_and_tokenizer(
+    source: str, tokenizer: str | None, *, trust_remote_code: bool = False, **overrides: Any
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """The configuration and the tokenizer of a model folder or hub id; no weights are read.
+
+    Raises:
+        ValueError: naming what was looked for, when either cannot be read.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    for path in (source, tokenizer):
+        if path and path.startswith((".", "/")) and not Path(path).is_dir():
+            raise ValueError(f"model: there is no folder {Path(path).absolute()}; give a model folder or a hub id.")
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise ValueError(
+            f"model: {Path(source).absolute()} has no config.json, so it is not a Hugging Face model folder."
+        )
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: cannot read the configuration of {source!r}: {error}") from error
+    try:
+        tokens = AutoTokenizer.from_pretrained(tokenizer or source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer: cannot read a tokenizer from {tokenizer or source!r}: {error}\n"
+            "Set model.init_args.tokenizer to a folder or hub id that has one."
+        ) from error
+    return config, tokens
+
+
+def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Refuse a tokenizer that can give ids without an embedding.
+
+    Raises:
+        ValueError: with the largest id and the number of embeddings.
+    """
+    rows = config.get_text_config().vocab_size
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= rows:
+        raise ValueError(
+            f"tokenizer: {source!r} has ids up to {largest} ({token!r}), but the model has {rows} embeddings"
+            " (vocab_size). Use the tokenizer that the model was trained with, or resize the model's"
+            " embeddings first and save it."
+        )
