@@ -34,10 +34,10 @@ from lightning_nd.parallelize import (
     TPPlan,
     parallelize,
     partial_gradients,
+    roots,
 )
 from lightning_nd.parallelize.activation import check_activation_checkpointing
 from lightning_nd.parallelize.data import fsdp_modules
-from lightning_nd.parallelize.roots import check_optimizers, describe, find_roots, is_causal_lm, sync_metrics_over
 from lightning_nd.precision import NDPrecision, adapt_precision
 
 if TYPE_CHECKING:
@@ -211,20 +211,23 @@ class NDStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        for root in find_roots(self.lightning_module, self.dims.tp):
+        for root in roots.find_roots(self.lightning_module, self.dims.tp):
             self.precision_plugin.convert_module(root)
             parallelize(root, self)
         for module in self.lightning_module.modules():
-            if is_causal_lm(module):
+            if roots.is_causal_lm(module):
+                roots.check_objective(module, self.dims)
                 install_loss(module, self.ledger, self.meshes.loss.get_group())
         self._partial = partial_gradients(self.lightning_module)
-        sync_metrics_over(self.lightning_module, self.meshes.loss.get_group())
+        roots.sync_metrics_over(self.lightning_module, self.meshes.loss.get_group())
         self.model_to_device()
         self.barrier()
-        rank_zero_info(describe(self.lightning_module, self.dims))
+        if self._save_distributed_checkpoint and trainer.checkpoint_callbacks and trainer.state.fn == TrainerFn.FITTING:
+            roots.check_saveable(self.lightning_module)
+        rank_zero_info(roots.describe(self.lightning_module, self.dims))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            check_optimizers(self.lightning_module, self.optimizers)
+            roots.check_optimizers(self.lightning_module, self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)

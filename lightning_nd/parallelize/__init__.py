@@ -60,6 +60,8 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
     Raises:
         ValueError: if the model cannot be split this way; see `check_tensor_parallel`.
     """
+    from transformers import PreTrainedModel
+
     from lightning_nd.checkpoint import materialize
 
     config = how if isinstance(how, ParallelConfig) else how.parallel_config
@@ -67,6 +69,11 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
         return model
     meshes = config.meshes
     on_meta = any(p.is_meta for p in model.parameters())
+    if on_meta and not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"parallelize: {type(model).__name__} is on the meta device, and only transformers models can be filled from"
+            " there. Build it with real weights; each rank keeps its shards."
+        )
     check_tensor_parallel(model, config.tp_plan, meshes.tp.size())
     if not on_meta:
         agree_on_weights(model)
@@ -76,6 +83,7 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
         apply_compile(model)
     apply_fully_shard(model, meshes.fsdp, config.sharding)
     if on_meta:
+        assert isinstance(model, PreTrainedModel)
         materialize(model, _device(meshes))
     model._lightning_nd = tensor  # type: ignore[assignment]
     return model

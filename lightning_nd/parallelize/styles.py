@@ -104,6 +104,7 @@ class Colwise(Style):
 
     @override
     def check(self, name: str, module: nn.Module, size: int) -> None:
+        _check_plain(name, module, size)
         features = getattr(module, "out_features", None)
         if features is not None and not self.gather:
             _check_divisible(name, "out_features", features, size)
@@ -144,6 +145,7 @@ class Rowwise(Style):
 
     @override
     def check(self, name: str, module: nn.Module, size: int) -> None:
+        _check_plain(name, module, size)
         features = getattr(module, "in_features", None)
         if features is not None:
             _check_divisible(name, "in_features", features, size)
@@ -347,6 +349,14 @@ def _map_input(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 def _map_output(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     module.register_forward_hook(lambda _, __, output: fn(output))
+
+
+def _check_plain(name: str, module: nn.Module, size: int) -> None:
+    if not any(True for _ in module.parameters(recurse=False)):
+        raise ValueError(
+            f"NDStrategy: tp={size} would split {name!r}, but {type(module).__name__} holds no weight itself: it wraps"
+            " another layer (an adapter, say). Use tp=1 (dp_shard works), or a tp_plan that names the inner layers."
+        )
 
 
 def _check_divisible(name: str, what: str, value: int, size: int) -> None:
