@@ -1,18 +1,23 @@
 """N-dimensional parallel training of language models for PyTorch Lightning."""
 
+from lightning_nd.attention.context import AttentionContext, context_parallel_attention
 from lightning_nd.checkpoint import from_config, load_pretrained
 from lightning_nd.mesh import Meshes, ParallelDims
 from lightning_nd.parallelize import ParallelConfig, parallelize
+from lightning_nd.parallelize.context import gather_sequence
 from lightning_nd.strategy import NDStrategy
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AttentionContext",
     "Meshes",
     "NDStrategy",
     "ParallelConfig",
     "ParallelDims",
+    "context_parallel_attention",
     "from_config",
+    "gather_sequence",
     "load_pretrained",
     "parallelize",
 ]

@@ -37,6 +37,7 @@ from lightning_nd.parallelize import (
     roots,
 )
 from lightning_nd.parallelize.activation import check_activation_checkpointing
+from lightning_nd.parallelize.context import ContextParallel, check_options
 from lightning_nd.parallelize.data import fsdp_modules
 from lightning_nd.precision import NDPrecision, adapt_precision
 
@@ -58,12 +59,15 @@ class NDStrategy(ModelParallelStrategy):
         dp_replicate: replicas of the sharded model. With ``dp_shard=1`` this is DDP, else HSDP.
         dp_shard: ranks over which parameters, gradients and optimizer state are sharded. ``"auto"`` takes the ranks
             that the other degrees leave.
-        cp: ranks that share a sequence.
+        cp: ranks that share a sequence: each keeps some tokens of every row, and attention sees them all.
         tp: ranks that share every layer.
         sequence_parallel: with ``tp`` > 1, split activations between attention and MLP along the sequence.
         tp_plan: ``"auto"`` takes transformers' plan of the model's family; else styles by module name, relative to the
             model: ``{"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"}``.
         activation_checkpointing: ``"none"``, ``"full"``, ``"selective"``, or ``n`` for every n-th block.
+        cp_method: how keys and values travel: ``"direct"``, ``"ring"``, ``"ulysses"`` or ``"auto"``.
+        cp_layout: which tokens a cp rank keeps: ``"zigzag"``, ``"chunks"``, ``"contiguous"`` or ``"auto"``, which
+            balances the work of each batch.
         compile: `torch.compile` each block.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: free gathered parameters after forward; see `torch.distributed.fsdp.fully_shard`.
@@ -76,7 +80,6 @@ class NDStrategy(ModelParallelStrategy):
     Raises:
         ValueError: for degrees or options that are not allowed; for a number of ranks that does not fit, when the
             Trainer is made.
-        NotImplementedError: for ``cp`` > 1.
     """
 
     strategy_name = "nd"
@@ -91,6 +94,8 @@ class NDStrategy(ModelParallelStrategy):
         sequence_parallel: bool = True,
         tp_plan: TPPlan | Literal["auto"] = "auto",
         activation_checkpointing: ActivationCheckpointing = "none",
+        cp_method: Literal["auto", "direct", "ring", "ulysses"] = "auto",
+        cp_layout: Literal["auto", "zigzag", "chunks", "contiguous"] = "auto",
         compile: bool = False,
         cpu_offload: bool = False,
         reshard_after_forward: bool | int = True,
@@ -107,8 +112,8 @@ class NDStrategy(ModelParallelStrategy):
         self._degrees: dict[str, Any] = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         ParallelDims(**{axis: 1 if degree == "auto" else degree for axis, degree in self._degrees.items()})
         check_activation_checkpointing(activation_checkpointing)
-        if cp > 1:
-            raise NotImplementedError(f"NDStrategy: cp={cp}: context parallelism is not there yet; use cp=1.")
+        check_options(cp_method, cp_layout)
+        self._cp_method, self._cp_layout = cp_method, cp_layout
         self._sequence_parallel = sequence_parallel
         self._tp_plan = tp_plan
         self._activation_checkpointing = activation_checkpointing
@@ -118,6 +123,7 @@ class NDStrategy(ModelParallelStrategy):
         self._error_if_nonfinite = error_if_nonfinite
         self._dims: ParallelDims | None = None
         self._meshes: Meshes | None = None
+        self._context: ContextParallel | None = None
         self._accumulating = False
         self._partial: list[nn.Parameter] = []
         self._grad_norm: Tensor | None = None
@@ -155,6 +161,7 @@ class NDStrategy(ModelParallelStrategy):
             tp_plan=self._tp_plan,
             sequence_parallel=self._sequence_parallel,
             activation_checkpointing=self._activation_checkpointing,
+            context=self._context,
             compile=self._compile,
             sharding=ShardingOptions(
                 mixed_precision=plugin.sharding,  # type: ignore[attr-defined]
@@ -194,6 +201,14 @@ class NDStrategy(ModelParallelStrategy):
         self._setup_distributed()
         self._meshes = self.dims.build_meshes(self.root_device.type, self._timeout)
         self._device_mesh = self._meshes.axes
+        if self.dims.cp > 1:
+            self._context = ContextParallel(
+                self._meshes.cp.get_group(),
+                self._cp_method,
+                self._cp_layout,
+                multiple=self.dims.tp if self._sequence_parallel else 1,
+                inside_node=self.num_processes % (self.dims.cp * self.dims.tp) == 0,
+            )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -217,7 +232,7 @@ class NDStrategy(ModelParallelStrategy):
         for module in self.lightning_module.modules():
             if roots.is_causal_lm(module):
                 roots.check_objective(module, self.dims)
-                install_loss(module, self.ledger, self.meshes.loss.get_group())
+                install_loss(module, self.ledger, self.meshes.loss.get_group(), sharded=self.dims.cp > 1)
         self._partial = partial_gradients(self.lightning_module)
         roots.sync_metrics_over(self.lightning_module, self.meshes.loss.get_group())
         self.model_to_device()
@@ -240,6 +255,17 @@ class NDStrategy(ModelParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else adapt_precision(plugin, self)
+
+    # -- batches --------------------------------------------------------------------------------------------------
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Under cp, keep this rank's tokens (on the host, before anything is copied); then move to the device."""
+        if self._context is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        moved = super().batch_to_device(self._context.shard(batch), device, dataloader_idx)
+        self._context.remember(moved)
+        return moved
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
@@ -266,6 +292,8 @@ class NDStrategy(ModelParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
+        if self._context is not None:
+            self._context.check_used()
         weight = self.ledger.close_micro_batch()
         if self.lightning_module.automatic_optimization:
             # Lightning has divided by the configured length of the window; the rule divides by what is in it.

@@ -52,7 +52,8 @@ def rows_of(batch: Batch, rank: int, ranks: int) -> Batch:
 
 def nll_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     """Sum of the negative log-likelihoods of the supervised tokens (nats), and their number."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     targets = batch["labels"][:, 1:]
     nll = F.cross_entropy(

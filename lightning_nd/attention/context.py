@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -23,7 +22,6 @@ log = logging.getLogger(__name__)
 METHODS = ("auto", "direct", "ring", "ulysses")
 
 
-@dataclass(frozen=True, eq=False)
 class AttentionContext:
     """What context-parallel attention needs to know of one micro-batch, the same on every rank of `group`.
 
@@ -35,31 +33,50 @@ class AttentionContext:
         inside_node: the group's ranks share one node (an all-to-all between nodes is slow).
         kernel: name of a local kernel, None to choose by device and dtype.
         original_length: tokens of a row before padding, None for `layout.length`.
+        announced: the choices that have been logged; hand the same set to every micro-batch's context.
+
+    Attributes:
         traffic: counters of bytes and events, filled by every call.
-        announced: the methods whose choice has been logged; hand the same set to every micro-batch's context.
+        calls: number of attention calls made with this context.
+
+    Raises:
+        ValueError: for an unknown method, or a layout made for another number of ranks.
     """
 
-    group: ProcessGroup
-    layout: Layout
-    documents: Documents
-    method: str = "auto"
-    inside_node: bool = True
-    kernel: str | None = None
-    original_length: int | None = None
-    traffic: Traffic = field(default_factory=Traffic)
-    announced: set[str] = field(default_factory=set, repr=False)
-    _plans: dict[tuple[int | None, bool], Plan] = field(default_factory=dict, repr=False)
+    # Not a dataclass: it rides in a batch, and Lightning takes dataclasses there apart to move their tensors.
 
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        layout: Layout,
+        documents: Documents,
+        method: str = "auto",
+        *,
+        inside_node: bool = True,
+        kernel: str | None = None,
+        original_length: int | None = None,
+        announced: set[str] | None = None,
+    ) -> None:
+        if method not in METHODS:
             raise ValueError(
-                f"Unknown context-parallel method {self.method!r}: choose one of {', '.join(map(repr, METHODS))}."
+                f"Unknown context-parallel method {method!r}: choose one of {', '.join(map(repr, METHODS))}."
             )
-        if dist.get_world_size(self.group) != self.layout.cp:
+        if dist.get_world_size(group) != layout.cp:
             raise ValueError(
-                f"The layout is for {self.layout.cp} ranks, the process group has "
-                f"{dist.get_world_size(self.group)}: make the layout with the size of the group."
+                f"The layout is for {layout.cp} ranks, the process group has {dist.get_world_size(group)}: make the"
+                " layout with the size of the group."
             )
+        self.group = group
+        self.layout = layout
+        self.documents = documents
+        self.method = method
+        self.inside_node = inside_node
+        self.kernel = kernel
+        self.original_length = layout.length if original_length is None else original_length
+        self.announced = announced if announced is not None else set()
+        self.traffic = Traffic()
+        self.calls = 0
+        self._plans: dict[tuple[int | None, bool], Plan] = {}
 
     @property
     def rank(self) -> int:
@@ -81,6 +98,7 @@ class AttentionContext:
         return torch.from_numpy(self.layout.indices(self.rank))
 
 
+@torch.compiler.disable
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -112,6 +130,7 @@ def context_parallel_attention(
         ValueError: if shapes do not fit each other, the layout, or the method.
     """
     _check(q, k, v, context, window, sinks)
+    context.calls += 1
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

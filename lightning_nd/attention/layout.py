@@ -61,6 +61,11 @@ class Layout:
         """Global token indices of `rank` in local order, int64 `[local_tokens]`."""
         return np.concatenate([np.arange(a, b) for a, b in self.intervals[rank]] or [np.arange(0)])
 
+    def columns(self, rank: int) -> np.ndarray:
+        """The columns of a row that `rank` owns, in local order, int64 `[length / cp]`."""
+        own = self.indices(rank)
+        return own[own < self.length]
+
     def order(self) -> np.ndarray:
         """Where each global token lies in the concatenation of all ranks' local tokens, int64 `[tokens]`."""
         owned = np.concatenate([self.indices(rank) for rank in range(self.cp)])

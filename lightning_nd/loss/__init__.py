@@ -10,7 +10,7 @@ from lightning_nd.loss.causal import CausalLMLoss, global_token_mean, install_lo
 from lightning_nd.loss.ledger import TokenLedger
 
 
-def causal_lm_loss(logits: Tensor, labels: Tensor, strategy: Any) -> Tensor:
+def causal_lm_loss(logits: Tensor, labels: Tensor, strategy: Any, *, shifted: bool = False) -> Tensor:
     """Next-token loss from logits as the global token mean of this micro-batch, under an `NDStrategy`.
 
     For models that do not compute a loss, or compute it by their own code.
@@ -19,8 +19,15 @@ def causal_lm_loss(logits: Tensor, labels: Tensor, strategy: Any) -> Tensor:
         logits: ``[batch, sequence, vocabulary]``.
         labels: ``[batch, sequence]``, not shifted, ``-100`` where not supervised.
         strategy: ``self.trainer.strategy``.
+        shifted: ``labels`` are the batch's ``shift_labels``, which alone are right under cp > 1.
+
+    Raises:
+        ValueError: if labels that are not shifted are given under cp > 1.
     """
-    return global_token_mean(*nll_sum(logits, shift_labels(labels)), strategy.ledger, strategy.meshes.loss.get_group())
+    if not shifted and strategy.dims.cp > 1:
+        raise ValueError("causal_lm_loss: under cp > 1 pass batch['shift_labels'] with shifted=True.")
+    targets = labels if shifted else shift_labels(labels)
+    return global_token_mean(*nll_sum(logits, targets), strategy.ledger, strategy.meshes.loss.get_group())
 
 
 __all__ = [

@@ -69,9 +69,10 @@ class CausalLMLoss:
     Set on a model by the strategy. It takes what transformers passes and computes the same number for every class.
     """
 
-    def __init__(self, ledger: TokenLedger, group: ProcessGroup | None) -> None:
+    def __init__(self, ledger: TokenLedger, group: ProcessGroup | None, sharded: bool = False) -> None:
         self.ledger = ledger
         self.group = group
+        self.sharded = sharded
         self.calls = 0
 
     def __call__(
@@ -89,6 +90,11 @@ class CausalLMLoss:
         if shift_labels is None:
             if labels is None:
                 raise ValueError("CausalLMLoss: neither labels nor shift_labels were given.")
+            if self.sharded:
+                raise ValueError(
+                    "CausalLMLoss: under cp > 1 labels are shifted over the whole row before it is split, and this"
+                    " call got none of those. Pass shift_labels=batch['shift_labels'] to the model beside labels."
+                )
             targets = _shift(labels)
         else:
             targets = shift_labels
@@ -98,12 +104,13 @@ class CausalLMLoss:
 _shift = shift_labels
 
 
-def install_loss(model: Any, ledger: TokenLedger, group: ProcessGroup | None) -> None:
+def install_loss(model: Any, ledger: TokenLedger, group: ProcessGroup | None, *, sharded: bool = False) -> None:
     """Let a transformers causal LM compute its loss by this rule.
 
+    With ``sharded`` rows (cp > 1) it takes only labels that have been shifted over the whole row.
     A class that computes its own loss inside forward is found out at the first batch: the message says what to do.
     """
-    loss = CausalLMLoss(ledger, group)
+    loss = CausalLMLoss(ledger, group, sharded)
     model.loss_function = loss
 
     def before(_: Any, args: Any, kwargs: dict[str, Any]) -> None:

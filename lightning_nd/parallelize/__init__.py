@@ -12,6 +12,7 @@ from lightning_nd.mesh import Meshes
 from lightning_nd.parallelize.activation import ActivationCheckpointing, apply_activation_checkpointing
 from lightning_nd.parallelize.agree import agree_on_weights
 from lightning_nd.parallelize.compile import apply_compile
+from lightning_nd.parallelize.context import ContextParallel, apply_context_parallel
 from lightning_nd.parallelize.data import ShardingOptions, apply_fully_shard
 from lightning_nd.parallelize.tensor import (
     TensorParallelism,
@@ -33,6 +34,7 @@ class ParallelConfig:
         tp_plan: ``"auto"`` takes that of transformers.
         sequence_parallel: split activations between attention and MLP along the sequence, over the tp ranks.
         activation_checkpointing: ``"none"``, ``"full"``, ``"selective"`` or every n-th block.
+        context: context parallelism over the cp ranks; None without.
         compile: compile each block.
         sharding: how `fully_shard` is called.
     """
@@ -41,6 +43,7 @@ class ParallelConfig:
     tp_plan: TPPlan | Literal["auto"] = "auto"
     sequence_parallel: bool = True
     activation_checkpointing: ActivationCheckpointing = "none"
+    context: ContextParallel | None = None
     compile: bool = False
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
 
@@ -75,6 +78,8 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
             " there. Build it with real weights; each rank keeps its shards."
         )
     check_tensor_parallel(model, config.tp_plan, meshes.tp.size())
+    if config.context is not None:
+        apply_context_parallel(model, config.context)
     if not on_meta:
         agree_on_weights(model)
     tensor = apply_tensor_parallel(model, meshes.tp, config.tp_plan, config.sequence_parallel)
