@@ -66,6 +66,9 @@ class Initializer:
 
     def __init__(self, reference: PreTrainedModel) -> None:
         self._calls = list(hf.init_calls(reference))
+        sizes = [t.numel() * t.element_size() for t in reference.state_dict().values()]
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._largest = max(sizes, default=0)
         self._homes: dict[str, tuple[nn.Module, str]] = {}
         for prefix, module in reference.named_modules():
             for name in (*module._parameters, *module._buffers):
@@ -80,6 +83,8 @@ class Initializer:
     def draw(self, name: str, seed: int = 0) -> Tensor:
         """The whole tensor `name` as initialised from (seed, name): on the CPU, in the reference's dtype.
 
+        It is valid until the next draw, which uses the same memory.
+
         Raises:
             ValueError: the model's class leaves (a part of) it uninitialised.
         """
@@ -88,9 +93,7 @@ class Initializer:
         empty = table[attribute]
         if empty is None:
             raise KeyError(name)
-        value = torch.empty(empty.shape, dtype=empty.dtype, device="cpu")
-        if value.is_floating_point():
-            value.fill_(torch.nan)
+        value = self._blank(empty)
         writers = self._writers.get(_storage(empty), [])
         table[attribute] = nn.Parameter(value, requires_grad=False) if isinstance(empty, nn.Parameter) else value
         try:
@@ -101,12 +104,21 @@ class Initializer:
                     owner._init_weights(target)
         finally:
             table[attribute] = empty
-        if value.numel() and (not writers or (value.is_floating_point() and bool(value.isnan().any()))):
+        # A sum is NaN if any element is, and needs no memory.
+        if value.numel() and (not writers or (value.is_floating_point() and bool(value.sum().isnan()))):
             raise ValueError(
                 f"{name} cannot be initialised: {type(module).__name__} is not (wholly) covered by the "
                 "`_init_weights` of its model class. Load weights for it, or extend `_init_weights`."
             )
         return value
+
+    def _blank(self, like: Tensor) -> Tensor:
+        """NaN (zero if not floating) in the shape of `like`; one block serves all draws, to leave the heap whole."""
+        needed = like.numel() * like.element_size()
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(max(needed, self._largest), dtype=torch.uint8, device="cpu")
+        value = self._scratch[:needed].view(like.dtype).view(like.shape)
+        return value.fill_(torch.nan if value.is_floating_point() else 0)
 
 
 class _Writes(TorchDispatchMode):
@@ -168,4 +180,4 @@ def recompute_buffers(model: PreTrainedModel, device: torch.device | str, names:
     initializer = Initializer(hf.meta_copy(model, dtype=model.dtype))
     for full in names:
         module, name = homes[full]
-        module._buffers[name] = initializer.draw(full).to(device)
+        module._buffers[name] = initializer.draw(full).to(device, copy=True)
