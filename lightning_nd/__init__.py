@@ -1,7 +1,7 @@
 """N-dimensional parallel training of language models for PyTorch Lightning."""
 
 from lightning_nd.attention.context import AttentionContext, context_parallel_attention
-from lightning_nd.checkpoint import from_config, load_pretrained
+from lightning_nd.checkpoint import from_config, load_pretrained, save_pretrained
 from lightning_nd.mesh import Meshes, ParallelDims
 from lightning_nd.parallelize import ParallelConfig, parallelize
 from lightning_nd.parallelize.context import gather_sequence
@@ -20,4 +20,5 @@ __all__ = [
     "gather_sequence",
     "load_pretrained",
     "parallelize",
+    "save_pretrained",
 ]

@@ -114,7 +114,7 @@ def _quantizer(config: PretrainedConfig) -> str:
     return str(getattr(quantization, "quant_method", "unknown method"))
 
 
-def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
+def materialize(model: nn.Module, device: torch.device | str) -> None:
     """Give a meta model its weights, in place: loaded or drawn, buffers recomputed, ties made.
 
     Call it after tensor parallelism and `fully_shard`, on every rank; it does not communicate. Each rank reads the
@@ -139,6 +139,7 @@ def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
             f"materialize: {type(model).__name__} is on meta and nothing says where its weights are. Build "
             "it with lightning_nd.load_pretrained(path) or lightning_nd.from_config(config)."
         )
+    model = cast(PreTrainedModel, model)  # only such models have a source
     reference = hf.meta_copy(model, dtype=torch.float32)
     targets = _Targets(model, hf.tied_names(reference), torch.device(device))
     if isinstance(source, RandomSource):
