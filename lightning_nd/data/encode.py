@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -51,9 +52,13 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
-        self.renderer = ChatRenderer(tokenizer) if tokenizer.chat_template else None
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = special | set(tokenizer.all_special_ids)
+
+    @cached_property
+    def renderer(self) -> ChatRenderer | None:
+        """Renders conversations; None without a chat template."""
+        return ChatRenderer(self.tokenizer) if self.tokenizer.chat_template else None
 
     def __call__(self, row: Row) -> Example:
         """Encode a row.

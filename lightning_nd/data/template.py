@@ -116,7 +116,10 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
+        self._special = {str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special}
         self._header, self._tail = self._probe()
+        opens = [token for token in self._special if token in self._header]
+        self._opener = min(opens, key=self._header.index, default="")
 
     def render(self, messages: list[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
         """The whole conversation as text; with ``prompt``, up to where an answer starts.
@@ -201,7 +204,9 @@ class ChatRenderer:
         else:
             # The template writes something between the header and the text, say an empty thinking block.
             floor = max(done, self._end_of(messages, tools, full, index - 1))
-            at = full.rfind(self._header, floor, known) if self._header else -1
+            # The header may reach into the turn, where a generation prompt opens a thinking block.
+            reach = min(stop, known + len(self._header) - 1)
+            at = full.rfind(self._header, floor, reach) if self._header else -1
             if at >= 0:
                 start = at + len(self._header)
             elif known == len(before):
@@ -210,7 +215,15 @@ class ChatRenderer:
                 raise RowError(f"turn {index + 1} cannot be located: the template changes the turns before it")
         if not done <= start <= stop:
             raise RowError(f"turn {index + 1} cannot be located in the rendering")
-        return Span(start, stop, stop + _shared(self._tail, after))
+        return Span(start, stop, stop + self._closing(after))
+
+    def _closing(self, after: str) -> int:
+        """How much of the text behind a turn belongs to it: what closes the last turn, or one special token."""
+        if after.startswith(self._tail):
+            return len(self._tail)
+        # Some templates close an earlier turn, or a tool call, with another token than the last turn.
+        end = after.find(self._opener) if self._opener else -1
+        return end if end > 0 and after[:end].strip() in self._special else 0
 
     def _around(self, messages: list[Message], tools: list[Any] | None, index: int) -> tuple[str, str]:
         role = messages[index]["role"]
