@@ -59,8 +59,23 @@ def global_token_mean(nll: Tensor, tokens: Tensor, ledger: TokenLedger, group: P
     ledger.record(sums[0], sums[1])
     mean = (sums[0] / sums[1]).to(nll.dtype)
     local = nll * (size / sums[1].clamp(min=1)).to(nll.dtype)
-    # The value of one, the gradient of the other.
-    return local + (mean - local.detach())
+    return _ValueAndGradient.apply(mean, local)
+
+
+class _ValueAndGradient(torch.autograd.Function):
+    """The value of one scalar, the gradient of another.
+
+    Adding their difference would do but for rounding, which is each rank's own; ranks must not differ in a bit of
+    what they log, since they decide by it (early stopping, the best checkpoint).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
 
 
 class CausalLMLoss:
@@ -110,6 +125,10 @@ def install_loss(model: Any, ledger: TokenLedger, group: ProcessGroup | None, *,
     With ``sharded`` rows (cp > 1) it takes only labels that have been shifted over the whole row.
     A class that computes its own loss inside forward is found out at the first batch: the message says what to do.
     """
+    installed = model.loss_function
+    if isinstance(installed, CausalLMLoss):  # a second fit: the model has the hooks, the strategy is another
+        installed.ledger, installed.group, installed.sharded = ledger, group, sharded
+        return
     loss = CausalLMLoss(ledger, group, sharded)
     model.loss_function = loss
 

@@ -74,8 +74,8 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
     on_meta = any(p.is_meta for p in model.parameters())
     if on_meta and not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"parallelize: {type(model).__name__} is on the meta device, and only transformers models can be filled from"
-            " there. Build it with real weights; each rank keeps its shards."
+            f"parallelize: {type(model).__name__} is on the meta device, and only transformers models can be"
+            " filled from there. Build it with real weights; each rank keeps its shards."
         )
     check_tensor_parallel(model, config.tp_plan, meshes.tp.size())
     if config.context is not None:
