@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -196,6 +198,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             os.environ[_REPORTS] = tempfile.mkdtemp(prefix="lightning-nd-")
+            atexit.register(shutil.rmtree, os.environ[_REPORTS], ignore_errors=True)
             os.environ[_PARENT] = str(os.getpid())
             self._call_children_scripts()
             threading.Thread(target=self._watch_children, daemon=True, name="watch-children").start()

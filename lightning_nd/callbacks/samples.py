@@ -12,6 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_nd.assets import resolve
+
 _BLOCK = 64  # lengths are rounded up to it, so that a compiled model sees few shapes
 
 
@@ -127,7 +129,7 @@ def _as_messages(prompt: str) -> list[dict[str, str]]:
 
 def _read(path: str) -> list[list[dict[str, str]]]:
     conversations = []
-    for number, line in enumerate(Path(path).expanduser().read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(resolve(path)).expanduser().read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -150,13 +150,17 @@ class NDCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         parser, config = self.parser, self.config
         assert isinstance(parser, NDArgumentParser)
-        parser.paths.check(config)
+        self.check_inputs()
         if config.trainer.default_root_dir is None:
             stem = Path(parser.config_files[-1]).stem if parser.config_files else "lightning-nd"
             config.trainer.default_root_dir = os.path.join("runs", stem)
         self.run_dir = Path(config.trainer.default_root_dir)
         self._check_strategy()
         self._check_run_dir()
+
+    def check_inputs(self) -> None:
+        """Refuse input files that do not exist, before anything is built."""
+        self.parser.paths.check(self.config)  # type: ignore[attr-defined]
 
     def _check_strategy(self) -> None:
         config = self.config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +10,8 @@ from functools import lru_cache
 import yaml
 from jsonargparse import ArgumentParser
 
+from lightning_nd.names import nearest
+
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 # names that a class gets from elsewhere and that are never written in a configuration
 _GIVEN = {"params", "optimizer"}
@@ -18,19 +19,6 @@ _GIVEN = {"params", "optimizer"}
 
 class ConfigError(ValueError):
     """A configuration or command line that cannot be run; shown without a traceback."""
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """Words that point from a wrong name to the valid one, or list what is valid."""
-    valid = sorted(set(valid))
-    close = difflib.get_close_matches(name, valid, n=3, cutoff=0.55)
-    lower = {v.lower(): v for v in valid}
-    if name.lower() in lower:
-        close = [lower[name.lower()]]
-    if close:
-        return f"did you mean {' or '.join(repr(c) for c in close)}?"
-    shown = ", ".join(valid[:30]) + (", …" if len(valid) > 30 else "")
-    return f"allowed here: {shown}" if valid else "nothing is allowed here"
 
 
 @lru_cache(maxsize=256)

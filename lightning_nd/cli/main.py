@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import linecache
 import logging
 import os
 import sys
@@ -71,7 +72,7 @@ def main(args: list[str] | None = None) -> int:
         return 0
     command, *rest = args
     if command not in COMMANDS:
-        from lightning_nd.cli.keys import nearest
+        from lightning_nd.names import nearest
 
         print(f"lightning-nd: there is no command {command!r}: {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
@@ -93,6 +94,11 @@ def _quiet() -> None:
     """Leave out messages that no user can act on."""
     # FSDP2 warns of views among a module's outputs; nothing here changes them in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # torch and Lightning warn about names inside torch and Lightning
+    warnings.filterwarnings(
+        "ignore", message=".*all_gather_into_tensor|.*reduce_scatter_tensor", category=FutureWarning
+    )
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.")
     # at its small default sizes the CPU loader needs no worker processes
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
@@ -129,7 +135,9 @@ def _refusal(error: BaseException | None) -> BaseException | None:
             return None
         file = Path(frame.tb_frame.f_code.co_filename).resolve()
         if file.is_relative_to(Path(__file__).resolve().parents[1]):
-            return error if isinstance(error, _REFUSALS) else None
+            on_purpose = linecache.getline(str(file), traceback.extract_tb(error.__traceback__)[-1].lineno or 0)
+            is_raised = on_purpose.strip().startswith("raise ")
+            return error if is_raised and isinstance(error, _REFUSALS) else None
         if "jsonargparse" not in file.parts:
             return None
         error = error.__cause__ or error.__context__

@@ -15,6 +15,7 @@ from torchmetrics.aggregation import SumMetric
 from typing_extensions import override
 
 from lightning_nd.assets import resolve
+from lightning_nd.names import nearest
 from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, configure_optimizers
 
 if TYPE_CHECKING:
@@ -64,12 +65,12 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
-        self.source = resolve(os.path.expanduser(model))
+        self.source = resolve_source(model)
         self.model: PreTrainedModel | None = None
-        self.config, self.tokenizer = load_config_and_tokenizer(
-            self.source, tokenizer, trust_remote_code=trust_remote_code, **(config_overrides or {})
-        )
-        check_vocabulary(self.config, self.tokenizer, tokenizer or self.source)
+        self.config = read_config(self.source, trust_remote_code=trust_remote_code, **(config_overrides or {}))
+        vocabulary = resolve(os.path.expanduser(tokenizer)) if tokenizer else self.source
+        self.tokenizer = read_tokenizer(vocabulary, trust_remote_code=trust_remote_code)
+        check_vocabulary(self.config, self.tokenizer, vocabulary)
         self.exported_to: Path | None = None
         self._window: tuple[Tensor, Tensor] | None = None
         self._step: dict[str, Any] = {}
@@ -232,35 +233,57 @@ def weighted(mean: Tensor, count: Tensor) -> Tensor:
     return torch.where(count > 0, mean.double() * count, 0.0)
 
 
-def load_config_and_tokenizer(
-    source: str, tokenizer: str | None, *, trust_remote_code: bool = False, **overrides: Any
-) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """The configuration and the tokenizer of a model folder or hub id; no weights are read.
+def resolve_source(name: str) -> str:
+    """A model folder or hub id as given: ``~`` and ``lightning_nd://`` resolved.
 
     Raises:
-        ValueError: naming what was looked for, when either cannot be read.
+        ValueError: if it can only be a folder and there is none, or the folder holds no model.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
-    for path in (source, tokenizer):
-        if path and path.startswith((".", "/")) and not Path(path).is_dir():
-            raise ValueError(f"model: there is no folder {Path(path).absolute()}; give a model folder or a hub id.")
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+    path = resolve(os.path.expanduser(name))
+    if path.startswith((".", "/")) and not Path(path).is_dir():
+        raise ValueError(f"model: there is no folder {Path(path).absolute()}; give a model folder or a hub id.")
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(
-            f"model: {Path(source).absolute()} has no config.json, so it is not a Hugging Face model folder."
+            f"model: {Path(path).absolute()} has no config.json, so it is not a Hugging Face model folder."
         )
+    return path
+
+
+def read_config(source: str, *, trust_remote_code: bool = False, **overrides: Any) -> PretrainedConfig:
+    """The configuration of a model folder or hub id, with some of its values replaced.
+
+    Raises:
+        ValueError: if it cannot be read, or has no value of an overridden name.
+    """
+    from transformers import AutoConfig
+
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"model: cannot read the configuration of {source!r}: {error}") from error
+    known = config.to_dict()
+    for name, value in overrides.items():
+        if name not in known:
+            raise ValueError(f"config_overrides: {type(config).__name__} has no {name!r}: {nearest(name, known)}")
+        setattr(config, name, value)
+    return config
+
+
+def read_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
     try:
-        tokens = AutoTokenizer.from_pretrained(tokenizer or source, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"tokenizer: cannot read a tokenizer from {tokenizer or source!r}: {error}\n"
+            f"tokenizer: cannot read a tokenizer from {source!r}: {error}\n"
             "Set model.init_args.tokenizer to a folder or hub id that has one."
         ) from error
-    return config, tokens
 
 
 def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
