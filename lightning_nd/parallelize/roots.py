@@ -80,8 +80,8 @@ def check_objective(model: nn.Module, dims: ParallelDims) -> None:
     if dims.data * dims.cp > 1 and getattr(config, "output_router_logits", False):
         raise ValueError(
             f"NDStrategy: {type(model).__name__} adds a load-balancing loss (output_router_logits=True). It is a"
-            f" product of averages over the micro-batch, so {dims.data * dims.cp} data ranks would not give one process's"
-            " loss. Set output_router_logits=False in the model's config, or use one data rank."
+            f" product of averages over the micro-batch, so {dims.data * dims.cp} data ranks would not give one"
+            " process's loss. Set output_router_logits=False in the model's config, or use one data rank."
         )
 
 
