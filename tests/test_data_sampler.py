@@ -135,11 +135,11 @@ def test_an_uneven_tail_repeats_nothing_and_keeps_ranks_in_step(case, size, rank
     each = []
     for rank in range(ranks):
         data = module(case, {"num_replicas": ranks, "rank": rank}, micro_batch_size=size)
-        loader = data.train_dataloader() if name == "train" else data.val_dataloader()[0]
+        loader = data.train_dataloader() if name == "train" else data.val_dataloader()
         each.append(texts(data, loader))
         assert len(loader) == len(each[-1])
     data = module(case, micro_batch_size=size * ranks)
-    alone = texts(data, data.train_dataloader() if name == "train" else data.val_dataloader()[0])
+    alone = texts(data, data.train_dataloader() if name == "train" else data.val_dataloader())
     assert {len(e) for e in each} == {len(alone)}
     for step, batch in enumerate(alone):
         assert sorted(t for e in each for t in e[step]) == sorted(batch)
@@ -223,7 +223,7 @@ def test_lightning_keeps_the_sampler():
     finally:
         type_of.is_distributed = original
     assert isinstance(run.train_dataloader.sampler, GlobalOrderSampler)
-    assert isinstance(run.val_dataloaders[0].sampler, GlobalOrderSampler)
+    assert isinstance(run.val_dataloaders.sampler, GlobalOrderSampler)
 
 
 def test_predicting_and_overfitting_read_every_row_in_order():

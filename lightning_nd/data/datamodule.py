@@ -279,24 +279,24 @@ class ChatDataModule(LightningDataModule):
         """Batches of this rank for an epoch; the order follows the sampler's epoch."""
         return self._loader("train", shuffle=self.shuffle, micro_batch_size=self.micro_batch_size)
 
-    def _evaluation(self, name: str) -> list[DataLoader[Batch]]:
-        # Without a source there is no loader, by which Lightning skips the stage.
+    def _evaluation(self, name: str) -> dict[str, DataLoader[Batch]] | DataLoader[Batch]:
+        # Lightning skips a stage without loaders; it takes an empty list for a loader, an empty dict for none.
         if self.files[name] is None:
-            return []
-        return [self._loader(name, shuffle=False, micro_batch_size=self.eval_micro_batch_size)]
+            return {}
+        return self._loader(name, shuffle=False, micro_batch_size=self.eval_micro_batch_size)
 
     @override
-    def val_dataloader(self) -> list[DataLoader[Batch]]:
+    def val_dataloader(self) -> dict[str, DataLoader[Batch]] | DataLoader[Batch]:
         """Batches of this rank; every row is read once over all ranks."""
         return self._evaluation("val")
 
     @override
-    def test_dataloader(self) -> list[DataLoader[Batch]]:
+    def test_dataloader(self) -> dict[str, DataLoader[Batch]] | DataLoader[Batch]:
         """As ``val_dataloader``."""
         return self._evaluation("test")
 
     @override
-    def predict_dataloader(self) -> list[DataLoader[Batch]]:
+    def predict_dataloader(self) -> dict[str, DataLoader[Batch]] | DataLoader[Batch]:
         """As ``val_dataloader``; conversations that end with a user turn stop where the answer starts."""
         return self._evaluation("predict")
 

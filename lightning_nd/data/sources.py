@@ -41,7 +41,10 @@ def find_files(patterns: str | PathLike[str] | Sequence[str | PathLike[str]], se
     """
     files: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str | PathLike) else patterns:
-        path = Path(resolve(str(pattern))).expanduser().absolute()
+        try:
+            path = Path(resolve(str(pattern))).expanduser().absolute()
+        except FileNotFoundError as error:
+            raise DataError(f"{setting}: {error}") from error
         if path.is_dir():
             raise DataError(f"{setting}: {path} is a folder. Name its files, for example {path}/*.jsonl")
         # A file may have brackets in its name, so the literal path comes first.
