@@ -31,7 +31,7 @@ def _private(fn: Callable[P, T]) -> Callable[P, T]:
             raise RuntimeError(
                 f"lightning_nd could not use transformers {transformers.__version__} to map stored weights "
                 f"to parameters ({fn.__name__}: {type(error).__name__}: {error}). It is tested with "
-                "transformers 5.24: install that, or update lightning-nd."
+                "transformers 5.17 and 5.24: install one of these, or update lightning-nd."
             ) from error
 
     return call
@@ -172,7 +172,7 @@ def init_calls(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, nn.Mod
 @_private
 def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[list[str]]:
     """Parameters that must be converted together on the way back to the stored format."""
-    from transformers.core_model_loading import WeightConverter, apply_converters
+    from transformers.core_model_loading import WeightConverter
 
     if getattr(model, "_weight_conversions", None) is None:
         # What `revert_weight_conversion` does for each call, once: no source says which prefixes were there.
@@ -185,8 +185,9 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[list[str
     converters = [c for c in reverse if isinstance(c, WeightConverter)]
     groups: dict[str, list[str]] = {}
     for name in natural_order(names):
-        renamed, pattern = apply_converters(name, converters)
-        groups.setdefault(renamed if pattern is not None else f"={name}", []).append(name)
+        matches = (converter.rename_source_key(name) for converter in converters)
+        shared = next((renamed for renamed, pattern in matches if pattern is not None), f"={name}")
+        groups.setdefault(shared, []).append(name)
     return list(groups.values())
 
 

@@ -47,12 +47,12 @@ def from_config(
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
-    """The model that `config` describes, on meta, in training mode; fp32-only parameters are in float32."""
+    """The model that `config` describes, on meta, in training mode; what the class keeps in float32 is."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **kwargs)
-    parameters = dict(model.named_parameters())
-    for name in hf.fp32_names(model, dtype, parameters):
-        parameters[name].data = parameters[name].data.float()
+    tensors = model.state_dict(keep_vars=True)
+    for name in hf.fp32_names(model, dtype, tensors):
+        tensors[name].data = tensors[name].data.float()
     return model.train()
 
 
