@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_nd.parallelize.blocks import find_blocks
+from lightning_nd.parallelize.sequence import is_tokenwise
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +49,13 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh, options: ShardingOptio
         "offload_policy": offload,
         "reshard_after_forward": options.reshard_after_forward,
     }
+    usual = _usual_dtype(model)
     for _, block in find_blocks(model):
-        _shard_unit(block, settings)
+        _shard_unit(block, usual, settings)
     for module in _embeddings(model):
-        _shard_unit(module, settings)
+        _shard_unit(module, usual, settings)
     # The root's own parameters are needed at once by backward: do not reshard them in between.
-    _shard_unit(model, {**settings, "reshard_after_forward": False})
+    _shard_unit(model, usual, {**settings, "reshard_after_forward": False})
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
@@ -69,24 +71,40 @@ def _embeddings(model: nn.Module) -> list[nn.Module]:
     return [m for m in found if not isinstance(m, FSDPModule)] if alone else []
 
 
-def _shard_unit(module: nn.Module, settings: dict[str, Any]) -> None:
+def _shard_unit(module: nn.Module, usual: torch.dtype, settings: dict[str, Any]) -> None:
     if isinstance(module, FSDPModule):
         return
-    dtypes = Counter[torch.dtype]()
-    for parameter in _unsharded_parameters(module):
-        dtypes[parameter.dtype] += parameter.numel()
-    # FSDP2 gathers a unit in one buffer and wants one dtype in it: what differs (norms kept in fp32) gets its own.
-    for odd, _ in dtypes.most_common()[1:]:
-        for child in list(module.modules()):
-            own = [p for p in child.parameters(recurse=False) if p.dtype == odd]
-            if own and child is not module and not isinstance(child, FSDPModule):
-                if any(p.dtype != odd for p in child.parameters()):
-                    raise ValueError(
-                        f"NDStrategy: {type(child).__name__} holds parameters of several dtypes; cast the model to one"
-                        " dtype, or load it with dtype=torch.float32."
-                    )
-                fully_shard(child, **settings)
+    for odd in {p.dtype for p in _unsharded_parameters(module)} - {usual}:
+        _shard_odd(module, odd, usual, settings)
     fully_shard(module, **settings)
+
+
+def _shard_odd(unit: nn.Module, odd: torch.dtype, usual: torch.dtype, settings: dict[str, Any]) -> None:
+    """Give modules of another dtype units of their own: FSDP2 gathers a unit in one buffer, of one dtype.
+
+    Norms kept in fp32 within a bf16 model stay fp32 for the optimizer, and compute in bf16 as their neighbours do.
+    """
+    policy: MixedPrecisionPolicy = settings["mp_policy"]
+    for child in list(unit.modules()):
+        own = [p for p in child.parameters(recurse=False) if p.dtype == odd]
+        if not own or child is unit or isinstance(child, FSDPModule):
+            continue
+        if any(p.dtype != odd for p in child.parameters()):
+            raise ValueError(
+                f"NDStrategy: {type(child).__name__} holds parameters of several dtypes; cast the model to one dtype,"
+                " or load it with dtype=torch.float32."
+            )
+        if policy.param_dtype is None and is_tokenwise(child):
+            fully_shard(child, **{**settings, "mp_policy": replace(policy, param_dtype=usual)})
+        else:
+            fully_shard(child, **settings)
+
+
+def _usual_dtype(model: nn.Module) -> torch.dtype:
+    sizes = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0]
 
 
 def _unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
