@@ -225,6 +225,8 @@ class CausalLM(LightningModule):
 
 def supervised_tokens(batch: Batch) -> Tensor:
     """The number of tokens of this rank's batch that the loss counts: every label that has a token before it."""
+    if "shift_labels" in batch:  # under cp: shifted over whole rows before they were split
+        return (batch["shift_labels"] != -100).sum()
     return (batch["labels"][:, 1:] != -100).sum()
 
 
