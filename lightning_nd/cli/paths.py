@@ -48,7 +48,7 @@ class PathResolver:
         return changed
 
     def _resolve_value(self, value: Any, folder: Path) -> Any:
-        if isinstance(value, list):
+        if isinstance(value, list):  # of files
             return [self._resolve_value(item, folder) for item in value]
         if not isinstance(value, str) or not value or os.path.isabs(value) or value.startswith("~") or "://" in value:
             return value

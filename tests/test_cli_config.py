@@ -1,0 +1,245 @@
+"""What the command line makes of configurations, without building anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_nd.cli.app import NDCLI
+from lightning_nd.cli.keys import ConfigError
+from lightning_nd.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = "model: {init_args: {model: gpt2}}\ndata: {init_args: {train: rows.jsonl}}\n"
+
+
+class Parsed(NDCLI):
+    """Stops once the configuration is complete and checked."""
+
+    def instantiate_classes(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+
+
+def parse(text: str, *args: str, command: str = "fit", name: str = "recipe.yaml") -> Any:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text)
+    return Parsed(command, ["--config", name, *args]).config
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit):
+        Parsed("fit", [*args, "--print_config"])
+    return capsys.readouterr().out
+
+
+def test_defaults() -> None:
+    config = parse(BASE)
+    assert config.seed_everything == 42
+    assert config.model.class_path == "lightning_nd.recipes.CausalLM"
+    assert config.data.class_path == "lightning_nd.data.ChatDataModule"
+    assert config.optimizer.class_path == "torch.optim.AdamW"
+    assert config.trainer.default_root_dir == "runs/recipe"
+    assert config.trainer.devices == 1
+
+
+def test_numbers_options_and_later_files() -> None:
+    Path("more.yaml").write_text("nd: {tp: 2}\noptimizer: {init_args: {lr: 2e-5}}\n")
+    text = BASE + "nd: {tp: 4, dp_shard: 2}\noptimizer: {init_args: {lr: 1e-5}}\n"
+    config = parse(text, "--config", "more.yaml", "--nd.dp_shard", "1", "--data.micro_batch_size=3")
+    assert (config.nd.tp, config.nd.dp_shard, config.trainer.devices) == (2, 1, 2)
+    assert config.optimizer.init_args.lr == 2e-5
+    assert isinstance(parse(text).optimizer.init_args.lr, float)
+    assert config.data.init_args.micro_batch_size == 3
+
+
+def test_a_list_can_be_extended_or_replaced() -> None:
+    text = BASE + "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.RichModelSummary},"
+    text += " {class_path: lightning.pytorch.callbacks.ModelCheckpoint}]}\n"
+    more = "lightning.pytorch.callbacks.LearningRateMonitor"
+    longer = parse(text, f"--trainer.callbacks+={more}").trainer.callbacks
+    assert [item.class_path.rpartition(".")[2] for item in longer] == [
+        "RichModelSummary",
+        "ModelCheckpoint",
+        "LearningRateMonitor",
+    ]
+    only = parse(text, f"--trainer.callbacks={more}").trainer.callbacks
+    assert (only[0] if isinstance(only, list) else only).class_path == more
+
+
+def test_print_save_load_print_is_a_fixed_point(capsys: pytest.CaptureFixture[str]) -> None:
+    text = BASE + "nd: {tp: 2}\noptimizer: {init_args: {lr: 1e-5}}\ntrainer: {max_steps: 3}\n"
+    Path("a.yaml").write_text(text)
+    first = printed(capsys, "--config", "a.yaml")
+    Path("b.yaml").write_text(first)
+    assert printed(capsys, "--config", "b.yaml") == first
+    assert yaml.safe_load(first)["nd"]["tp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "line", "wrong", "right"),
+    [
+        ("trianer: {max_steps: 1}", 3, "'trianer'", "'trainer'"),
+        ("trainer:\n  max_epochs: 1\n  max_step: 1", 5, "'trainer.max_step'", "'max_steps'"),
+        ("nd: {qwxz: 3}", 3, "'nd.qwxz'", "allowed here"),
+        ("nd: {dp_shards: 3}", 3, "'nd.dp_shards'", "'dp_shard'"),
+        ("optimizer: {class_path: AdamW, init_args: {lrr: 3}}", 3, "'optimizer.init_args.lrr' of AdamW", "'lr'"),
+        ("optimizer: {lr: 3}", 3, "'optimizer.lr'", "'optimizer.init_args.lr'"),
+        ("lr_scheduler: {init_args: {warm_up: 3}}", 3, "'lr_scheduler.init_args.warm_up'", "'warmup'"),
+        ("lr_scheduler: {init_arg: {warmup: 3}}", 3, "'lr_scheduler.init_arg'", "'init_args'"),
+        (
+            "trainer:\n  callbacks:\n    - class_path: lightning.pytorch.callbacks.ModelCheckpoint\n"
+            "      init_args: {monitr: x}",
+            6,
+            "'trainer.callbacks[0].init_args.monitr' of ModelCheckpoint",
+            "'monitor'",
+        ),
+        (
+            "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.ModelChekpoint}]}",
+            3,
+            "'trainer.callbacks[0].class_path'",
+            "'ModelCheckpoint'",
+        ),
+        ("optimizer: {class_path: AdamWW}", 3, "no class 'AdamWW'", "'AdamW'"),
+        ("data: {init_args: {val: rows.jsonl}}", 3, "'data' is given twice", "line 2"),
+    ],
+)
+def test_unknown_keys_are_refused_with_line_and_nearest_name(extra: str, line: int, wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(BASE + extra + "\n")
+    message = str(caught.value)
+    assert message.startswith(f"recipe.yaml:{line}: ")
+    assert wrong in message
+    assert right in message
+
+
+def test_all_unknown_keys_are_reported_at_once() -> None:
+    text = "model: {init_args: {modl: gpt2}}\ndata: {init_args: {train: rows.jsonl, maxlength: 3}}\nnd: {tpp: 2}\n"
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert [line.split(":")[1] for line in str(caught.value).splitlines()] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("option", "right"),
+    [
+        ("--nd.tpp=2", "'tp'"),
+        ("--model.modl=x", "'model'"),
+        ("--model.init_args.modl=x", "'model'"),
+        ("--optimizer.lrr=3", "'lr'"),
+        ("--trainer.max_step=3", "'max_steps'"),
+        ("--trainr.max_steps=3", "'trainer.max_steps'"),
+        ("--lr_scheduler.warm=3", "'warmup'"),
+    ],
+)
+def test_unknown_options_are_refused_with_the_nearest_name(option: str, right: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(BASE, option)
+    assert option.partition("=")[0] in str(caught.value)
+    assert right in str(caught.value)
+
+
+def test_wrong_values_name_their_key() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps"):
+        parse(BASE + "trainer: {max_steps: abc}\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        parse(BASE + "nd: {tp: [}\n")
+    with pytest.raises(ConfigError, match="a list"):
+        parse("- a\n- b\n")
+
+
+def test_input_paths_start_at_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "model: {init_args: {model: gpt2}}\ndata: {init_args: {train: [data.jsonl, rows.jsonl], tokenizer: tok}}\n"
+    (tmp_path / "sub" / "tok").mkdir(parents=True)
+    (tmp_path / "sub" / "data.jsonl").write_text("{}\n")
+    data = parse(text, name="sub/run.yaml").data.init_args
+    assert data.train == [str(tmp_path / "sub" / "data.jsonl"), "rows.jsonl"]
+    assert data.tokenizer == str(tmp_path / "sub" / "tok")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "sub" / "rows.jsonl").write_text("{}\n")
+    again = Parsed("fit", ["--config", "../sub/run.yaml"]).config.data.init_args
+    assert again.train == [str(tmp_path / "sub" / "data.jsonl"), str(tmp_path / "sub" / "rows.jsonl")]
+
+
+def test_home_folder_and_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "a home"))
+    (tmp_path / "a home").mkdir()
+    (tmp_path / "a home" / "x.jsonl").write_text("{}\n")
+    text = "model: {init_args: {model: gpt2}}\ndata: {init_args: {train: ~/x.jsonl}}\n"
+    config = parse(text + 'trainer: {default_root_dir: "~/my out"}\n')
+    assert config.data.init_args.train == str(tmp_path / "a home" / "x.jsonl")
+    assert config.trainer.default_root_dir == str(tmp_path / "a home" / "my out")
+
+
+def test_a_missing_file_names_every_path_tried(tmp_path: Path) -> None:
+    text = "model: {init_args: {model: ./none}}\ndata: {init_args: {train: gone.jsonl}}\n"
+    with pytest.raises(ConfigError) as caught:
+        parse(text, name="sub/run.yaml")
+    message = str(caught.value)
+    for path in ("sub/gone.jsonl", "gone.jsonl", "sub/none", "none"):
+        assert str(tmp_path / path) in message
+
+
+def test_layouts_that_do_not_fit_are_refused_before_anything_is_built() -> None:
+    with pytest.raises(ValueError, match=r"tp=3.*4 ranks"):
+        parse(BASE, "--nd.tp=3", "--trainer.devices=4")
+    with pytest.raises(ValueError, match="dp_shard"):
+        parse(BASE, "--nd.dp_shard=0", "--trainer.devices=2")
+    with pytest.raises(ConfigError, match=r"nd\.tp=2 would be ignored.*'ddp'"):
+        parse(BASE, "--nd.tp=2", "--trainer.strategy=ddp")
+
+
+def test_an_explicit_strategy_is_taken() -> None:
+    text = BASE + "trainer: {strategy: {class_path: lightning_nd.NDStrategy, init_args: {tp: 2}}, devices: 2}\n"
+    assert parse(text).trainer.strategy.init_args.tp == 2
+
+
+def test_a_folder_with_an_earlier_run_is_refused_with_working_remedies() -> None:
+    Path("runs/recipe").mkdir(parents=True)
+    Path("runs/recipe/config.yaml").write_text(BASE)
+    with pytest.raises(ConfigError, match=r"earlier run.*--trainer\.default_root_dir runs/recipe-2.*--overwrite true"):
+        parse(BASE)
+    assert parse(BASE, "--trainer.default_root_dir", "runs/recipe-2").trainer.default_root_dir == "runs/recipe-2"
+    assert parse(BASE, "--overwrite", "true").overwrite is True
+    assert parse(BASE, command="validate").trainer.default_root_dir == "runs/recipe"
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_parse(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    monkeypatch.setattr("lightning_nd.cli.paths.PathResolver.check", lambda *_: None)
+    overlay = [] if "model:" in recipe.read_text() else ["--config", str(ROOT / "recipes" / "smollm2.yaml")]
+    config = Parsed("fit", [*overlay, "--config", str(recipe)]).config
+    degrees = [config.nd[axis] for axis in ("dp_replicate", "dp_shard", "cp", "tp")]
+    ranks = degrees[0] * degrees[1] * degrees[2] * degrees[3]
+    assert config.trainer.devices * config.trainer.num_nodes == ranks
+
+
+def test_help_is_short_and_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert main(["fit", "--help"]) == 0
+    assert main(["verify", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("fit", "validate", "test", "predict", "verify", "--full"))
+    assert len(out.splitlines()) < 90
+    assert main(["fitt"]) == 2
+    assert "did you mean 'fit'?" in capsys.readouterr().err
+
+
+def test_refusals_are_messages_and_bugs_are_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--nd.tpp", "2"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("lightning-nd fit: error: unknown option --nd.tpp")
+    assert "Traceback" not in err
+    assert main(["fit", "--config", "missing.yaml"]) == 2
+    assert "missing.yaml" in capsys.readouterr().err
