@@ -212,8 +212,10 @@ class LocalLauncher(_SubprocessScriptLauncher):
                 raise
             self._report(error, trainer)
             if self.procs:
-                self._end_children()
+                silent = self._end_children()
                 first = _first_report()
+                if silent is not None:
+                    raise RankFailedError(silent) from error
                 if first is not None and first != _own_report():
                     raise RankFailedError(first.read_text()) from None
             raise
@@ -231,20 +233,27 @@ class LocalLauncher(_SubprocessScriptLauncher):
         step = getattr(trainer, "global_step", 0) if trainer is not None else 0
         text = "".join(traceback.format_exception(error))
         rank = os.environ.get("LOCAL_RANK", "0")
-        head = f"rank {rank} on {socket.gethostname()} failed first, at step {step} ({phase}):"
+        summary = f"rank {rank} on {socket.gethostname()} failed first, at step {step} ({phase}): "
+        summary += traceback.format_exception_only(error)[-1].strip()
         try:
-            path.write_text(f"{head}\n{text}")
+            path.write_text(f"{text}\n{summary}")
         except OSError:  # the directory went away with a parent that already ended
             log.debug("could not write %s", path)
 
-    def _end_children(self) -> None:
-        deadline = time.monotonic() + _GRACE
-        for process in self.procs:
+    def _end_children(self) -> str | None:
+        """Wait for the children, kill those that hang; words for one that died without a report."""
+        deadline, silent = time.monotonic() + _GRACE, None
+        for rank, process in enumerate(self.procs, 1):
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+                continue
+            report = Path(os.environ[_REPORTS]) / f"{rank}.txt"
+            if process.returncode and not report.exists() and silent is None:
+                silent = f"rank {rank} on {socket.gethostname()} ended with {_exit_words(process.returncode)}."
+        return silent
 
     def _watch_children(self) -> None:
         """End the job when a child is gone and rank 0 does not notice, because it waits in a collective."""
@@ -260,7 +269,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
             for process in self.procs:
                 process.kill()
             first = _first_report()
-            text = first.read_text() if first else f"rank {failed + 1} ended with {_exit_words(codes[failed])}."
+            died = f"rank {failed + 1} on {socket.gethostname()} ended with {_exit_words(codes[failed])}."
+            text = first.read_text() if first else died
             sys.stdout.flush()
             print(f"\n{text}", file=sys.stderr, flush=True)
             os._exit(1)

@@ -29,10 +29,14 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
 
 
-def parse(text: str, *args: str, command: str = "fit", name: str = "recipe.yaml") -> Any:
+def parse(text: str, *args: str, **kwargs: str) -> Any:
+    return built(text, *args, **kwargs).config
+
+
+def built(text: str, *args: str, command: str = "fit", name: str = "recipe.yaml") -> Parsed:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).write_text(text)
-    return Parsed(command, ["--config", name, *args]).config
+    return Parsed(command, ["--config", name, *args])
 
 
 def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -42,20 +46,24 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_defaults() -> None:
-    config = parse(BASE)
+    cli = built(BASE)
+    config = cli.config
     assert config.seed_everything == 42
     assert config.model.class_path == "lightning_nd.recipes.CausalLM"
     assert config.data.class_path == "lightning_nd.data.ChatDataModule"
     assert config.optimizer.class_path == "torch.optim.AdamW"
     assert config.trainer.default_root_dir == "runs/recipe"
-    assert config.trainer.devices == 1
+    assert cli.devices == 1
+    # what is saved stays open, so that the next run may have another layout
+    assert config.trainer.devices == "auto"
 
 
 def test_numbers_options_and_later_files() -> None:
     Path("more.yaml").write_text("nd: {tp: 2}\noptimizer: {init_args: {lr: 2e-5}}\n")
     text = BASE + "nd: {tp: 4, dp_shard: 2}\noptimizer: {init_args: {lr: 1e-5}}\n"
-    config = parse(text, "--config", "more.yaml", "--nd.dp_shard", "1", "--data.micro_batch_size=3")
-    assert (config.nd.tp, config.nd.dp_shard, config.trainer.devices) == (2, 1, 2)
+    cli = built(text, "--config", "more.yaml", "--nd.dp_shard", "1", "--data.micro_batch_size=3")
+    config = cli.config
+    assert (config.nd.tp, config.nd.dp_shard, cli.devices) == (2, 1, 2)
     assert config.optimizer.init_args.lr == 2e-5
     assert isinstance(parse(text).optimizer.init_args.lr, float)
     assert config.data.init_args.micro_batch_size == 3
@@ -219,10 +227,11 @@ def test_recipes_parse(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / name).write_text("{}\n")
     monkeypatch.setattr("lightning_nd.cli.paths.PathResolver.check", lambda *_: None)
     overlay = [] if "model:" in recipe.read_text() else ["--config", str(ROOT / "recipes" / "smollm2.yaml")]
-    config = Parsed("fit", [*overlay, "--config", str(recipe)]).config
+    cli = Parsed("fit", [*overlay, "--config", str(recipe)])
+    config = cli.config
     degrees = [config.nd[axis] for axis in ("dp_replicate", "dp_shard", "cp", "tp")]
     ranks = degrees[0] * degrees[1] * degrees[2] * degrees[3]
-    assert config.trainer.devices * config.trainer.num_nodes == ranks
+    assert cli.devices * config.trainer.num_nodes == ranks
 
 
 def test_help_is_short_and_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

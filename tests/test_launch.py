@@ -120,6 +120,25 @@ def test_a_failing_rank_leaves_a_report_with_step_and_phase(tmp_path: Path, monk
     with pytest.raises(KeyError):
         LocalLauncher(_External(), 1, 1).launch(fail, trainer=trainer)  # type: ignore[arg-type]
     text = (tmp_path / "3.txt").read_text()
-    assert text.startswith("rank 3 on ")
-    assert "at step 7 (validate):" in text
-    assert "KeyError: 'lost row'" in text
+    assert text.startswith("Traceback")
+    last = text.splitlines()[-1]
+    assert last.startswith("rank 3 on ")
+    assert last.endswith("failed first, at step 7 (validate): KeyError: 'lost row'")
+
+
+def test_the_trainer_refuses_what_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch import Trainer
+
+    from lightning_nd import NDStrategy
+
+    with pytest.raises(ValueError, match="tp=3"):
+        Trainer(accelerator="cpu", devices=2, strategy=NDStrategy(tp=3), logger=False)
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    with pytest.raises(RuntimeError, match="one process only"):
+        Trainer(accelerator="cpu", devices=2, strategy=NDStrategy(tp=2), logger=False)
+    assert Trainer(accelerator="cpu", devices=1, strategy=NDStrategy(), logger=False).strategy.launcher is None
+    monkeypatch.delattr("sys.ps1")
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="torchrun started 2 processes"):
+        Trainer(accelerator="cpu", devices=4, strategy=NDStrategy(), logger=False)

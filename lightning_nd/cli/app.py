@@ -164,6 +164,7 @@ class NDCLI(LightningCLI):
 
     def _check_strategy(self) -> None:
         config = self.config
+        self.devices = config.trainer.devices
         defaults = self.parser.get_defaults().nd.as_dict()
         changed = {key: value for key, value in config.nd.as_dict().items() if value != defaults[key]}
         if config.trainer.strategy != "nd" and changed:
@@ -176,18 +177,16 @@ class NDCLI(LightningCLI):
             degrees = {key: config.nd[key] for key in ("dp_replicate", "dp_shard", "cp", "tp")}
             on_gpu = config.trainer.accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
             nodes = config.trainer.num_nodes
-            if isinstance(config.trainer.devices, str) and config.trainer.devices.isdigit():
-                config.trainer.devices = int(config.trainer.devices)
-            devices = resolve_devices(
+            given = config.trainer.devices
+            self.devices = resolve_devices(
                 os.environ,
-                devices=config.trainer.devices,
+                devices=int(given) if isinstance(given, str) and given.isdigit() else given,
                 num_nodes=nodes,
                 accelerator_devices=torch.cuda.device_count() if on_gpu else None,
                 **degrees,
             )
-            config.trainer.devices = devices
-            if isinstance(devices, int) and devices > 0:
-                check_world(os.environ, devices=devices, num_nodes=nodes, interactive=is_interactive(), **degrees)
+            if isinstance(self.devices, int) and self.devices > 0:
+                check_world(os.environ, devices=self.devices, num_nodes=nodes, interactive=is_interactive(), **degrees)
 
     def _check_run_dir(self) -> None:
         saved = self.run_dir / "config.yaml"
@@ -221,6 +220,7 @@ class NDCLI(LightningCLI):
 
     @override
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        config["devices"] = self.devices
         if config["strategy"] == "nd":
             config["strategy"] = NDStrategy(**self.config.nd.as_dict())
         if config["logger"] in (None, True):

@@ -61,7 +61,7 @@ def main_command(command: str, args: list[str]) -> int:
         raise ConfigError("verify compares clipping by norm; set trainer.gradient_clip_algorithm to 'norm'.")
     trainer = Trainer(
         accelerator=config.trainer.accelerator,
-        devices=config.trainer.devices,
+        devices=cli.devices,
         num_nodes=config.trainer.num_nodes,
         strategy=strategy,
         precision="32-true",
