@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import BOS, EOS, TEMPLATE, tiny_model, tiny_tokenizer
 
-from lightning_nd.data import ChatDataModule, Collator, Encoder, RowError
+from lightning_nd.data import ChatDataModule, ChatRenderer, Collator, Encoder, RowError
 from lightning_nd.data.rows import parse_row
 from lightning_nd.data.template import prepare_tokenizer
 
@@ -291,3 +291,24 @@ def test_padding_changes_no_row(side, pad_is_eos, multiple):
         )
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
     assert (batch["labels"] != -100).sum(1).tolist() == [25, 2, 8, 5, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    contents=st.lists(
+        st.sampled_from(["a", "b", "ab", "a<|end|><|user|>", "<|assistant|>"]), min_size=2, max_size=8
+    ).filter(lambda c: len(c) % 2 == 0),
+    template=st.sampled_from([TEMPLATE, THINKING, OPENED, UNCLOSED, RETURNS, PLAIN]),
+)
+def test_all_turns_at_once_are_where_each_alone_is(contents, template):
+    renderer = ChatRenderer(tiny_tokenizer(template))
+    messages = chat(*contents)["messages"]
+    full = renderer.render(messages)
+    turns = list(range(1, len(messages), 2))
+    together = renderer._all_at_once(messages, None, full, turns)
+    if together is not None:
+        alone, done = {}, 0
+        for turn in turns:
+            alone[turn] = renderer._span(messages, None, full, turn, done)
+            done = alone[turn].stop
+        assert together == alone

@@ -185,12 +185,49 @@ class ChatRenderer:
             RowError: a turn cannot be located with certainty.
 
         """
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if (found := self._all_at_once(messages, tools, full, turns)) is not None:
+            return found
         spans: dict[int, Span] = {}
         done = 0
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                spans[index] = span = self._span(messages, tools, full, index, done)
-                done = span.stop
+        for index in turns:
+            spans[index] = span = self._span(messages, tools, full, index, done)
+            done = span.stop
+        return spans
+
+    def _all_at_once(
+        self, messages: list[Message], tools: list[Any] | None, full: str, turns: list[int]
+    ) -> dict[int, Span] | None:
+        """All turns from one more rendering, with a mark in each; None unless there is just one way to fit it."""
+        marks = [f"{_MARK}{index}{_MARK}" for index in turns]
+        stand_ins = {index: _stand_in(content=mark) for index, mark in zip(turns, marks, strict=True)}
+        marked = self._try([stand_ins.get(i, message) for i, message in enumerate(messages)], tools, False) or ""
+        pieces = []
+        for mark in marks:
+            piece, _, marked = marked.partition(mark)
+            pieces.append(piece)
+        first, *between = pieces
+        if not (full.startswith(first) and marked and full.endswith(marked)):
+            return None
+        starts, stops = [len(first)], []
+        at, backward = len(first), len(full) - len(marked)
+        for piece in between:
+            if (at := full.find(piece, at)) < 0:
+                return None
+            stops.append(at)
+            at += len(piece)
+            starts.append(at)
+        stops.append(len(full) - len(marked))
+        # The same pieces searched for from the end must be in the same places.
+        for piece, stop in zip(reversed(between), reversed(stops[:-1]), strict=True):
+            backward = full.rfind(piece, 0, backward)
+            if backward != stop:
+                return None
+        spans = {}
+        for index, start, stop in zip(turns, starts, stops, strict=True):
+            if start > stop or not full.endswith(self._header, 0, start):
+                return None
+            spans[index] = Span(start, stop, stop + self._closing(full[stop:]))
         return spans
 
     def _span(self, messages: list[Message], tools: list[Any] | None, full: str, index: int, done: int) -> Span:
@@ -255,5 +292,5 @@ def _shared(a: str, b: str) -> int:
     return low
 
 
-def _stand_in(role: str = "assistant") -> Message:
-    return {"role": role, "content": _MARK}
+def _stand_in(role: str = "assistant", content: str = _MARK) -> Message:
+    return {"role": role, "content": content}
