@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,7 +25,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_nd import gradients
-from lightning_nd.launch import LocalLauncher, check_world, is_interactive
+from lightning_nd.faults import Progress
+from lightning_nd.launch import _REPORTS, LocalLauncher, check_world, is_interactive
 from lightning_nd.loss import TokenLedger, install_loss
 from lightning_nd.mesh import Degree, Meshes, ParallelDims
 from lightning_nd.parallelize import (
@@ -125,6 +127,7 @@ class NDStrategy(ModelParallelStrategy):
         self._meshes: Meshes | None = None
         self._context: ContextParallel | None = None
         self._accumulating = False
+        self._progress: Progress | None = None
         self._partial: list[nn.Parameter] = []
         self._grad_norm: Tensor | None = None
         self._norm_is_current = False
@@ -226,6 +229,9 @@ class NDStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        # Under the local launcher the ranks share a folder of its own; else the run's, which nodes share if they can.
+        folder = os.environ.get(_REPORTS) or os.path.join(trainer.default_root_dir, ".progress")
+        self._progress = Progress(Path(folder), self.global_rank)
         for root in roots.find_roots(self.lightning_module, self.dims.tp):
             self.precision_plugin.convert_module(root)
             parallelize(root, self)
@@ -272,7 +278,20 @@ class NDStrategy(ModelParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.ledger.discard()  # what validation or a skipped batch has left
+        self._mark("forward", *args[:1])
         return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._mark("validation", *args[:1])
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        # Lightning runs forward and backward inside the optimizer's step.
+        result = super().optimizer_step(*args, **kwargs)
+        self._mark("data", ahead=1)  # the Trainer counts the step when we return
+        return result
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -294,6 +313,7 @@ class NDStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         if self._context is not None:
             self._context.check_used()
+        self._mark("backward")
         weight = self.ledger.close_micro_batch()
         if self.lightning_module.automatic_optimization:
             # Lightning has divided by the configured length of the window; the rule divides by what is in it.
@@ -313,7 +333,9 @@ class NDStrategy(ModelParallelStrategy):
         """Called by the precision plugin once gradients have been computed, before `on_after_backward`."""
         assert self.lightning_module is not None
         if self._accumulating:
+            self._mark("data")
             return
+        self._mark("optimizer")
         self._norm_is_current = False
         if self._partial:
             gradients.sum_partial_gradients(self._partial, self.meshes.tp.get_group())
@@ -369,6 +391,34 @@ class NDStrategy(ModelParallelStrategy):
     def clip_by_value(self, parameters: list[nn.Parameter], limit: float) -> None:
         """Clamp the gradients of an optimizer."""
         gradients.clip_by_value(parameters, limit)
+
+    # -- faults ---------------------------------------------------------------------------------------------------
+
+    def _mark(self, phase: str, *batch: Any, ahead: int = 0) -> None:
+        if self._progress is not None and self.lightning_module is not None:
+            self._progress.mark(phase, self.lightning_module.trainer.global_step + ahead)
+            for seen in batch:
+                self._progress.see(seen)
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._mark("saving")
+        super().save_checkpoint(*args, **kwargs)
+        self._mark("data")
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Add to an error where it happened, who is behind, and what to change."""
+        if self._progress is not None and isinstance(exception, Exception):
+            exception.add_note(self._progress.explain(exception))
+            self._progress.keep = True  # the other ranks are about to read it
+
+    @override
+    def teardown(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        super().teardown()
 
     # -- numbers over ranks ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,104 @@
+"""What each rank is doing, and what to say when one fails, runs out of memory, or keeps the others waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: The order of a step; a rank that is earlier in it is behind.
+PHASES = ("setup", "data", "forward", "backward", "optimizer", "validation", "saving")
+_RECORD = 256  # bytes: one short write, seen whole or not at all
+
+
+class Progress:
+    """The place of this rank in the run, written to a small file that the other ranks can read.
+
+    Args:
+        folder: shared by the ranks of a node, or of the job if it is on a shared file system.
+        rank: the global rank.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.step = 0
+        self.phase = "setup"
+        self.rows = 0
+        self.longest = 0
+        self.keep = False
+        self._started = time.time()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._path(rank), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+
+    def mark(self, phase: str, step: int) -> None:
+        """Note that this rank enters a phase of a step."""
+        self.phase, self.step = phase, step
+        record = {"rank": self.rank, "host": socket.gethostname(), "step": step, "phase": phase, "time": time.time()}
+        os.pwrite(self._file, json.dumps(record).ljust(_RECORD).encode(), 0)
+
+    def see(self, batch: Any) -> None:
+        """Note the shape of the batch that is worked on."""
+        ids = batch.get("input_ids") if isinstance(batch, dict) else None
+        if isinstance(ids, torch.Tensor) and ids.dim() == 2:
+            self.rows, self.longest = int(ids.shape[0]), int(ids.shape[1])
+
+    def close(self) -> None:
+        """Remove this rank's file, unless it is to be kept."""
+        if self._file >= 0:
+            os.close(self._file)
+            if not self.keep:
+                self._path(self.rank).unlink(missing_ok=True)
+            self._file = -1
+
+    def explain(self, error: BaseException) -> str:
+        """Words that belong under an error of this rank: where it happened, and what to do about it."""
+        lines = [f"rank {self.rank} on {socket.gethostname()}, step {self.step}, {self.phase}"]
+        if self.rows:
+            lines[0] += f"; micro-batch of {self.rows} rows, the longest of {self.longest} tokens"
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+            lines.append(
+                "Out of memory. Most likely to help: activation_checkpointing='full' (one activation a block is kept),"
+                " and a smaller micro_batch_size with a larger accumulate_grad_batches (same result). Then: a shorter"
+                " max_length, more ranks on dp_shard or tp."
+            )
+        elif re.search(r"tim(ed|e) ?-?out", str(error), re.IGNORECASE):
+            lines += self._who_is_behind()
+        return "\n".join(lines)
+
+    def _who_is_behind(self) -> list[str]:
+        found = [_read(path) for path in sorted(self.folder.glob("progress-*.json"))]
+        # Not those that an earlier run has left here.
+        records = [r for r in found if r is not None and r["time"] > self._started - 120]
+        if len(records) < 2:
+            return ["A collective timed out; only this rank's progress can be seen from here."]
+
+        def place(record: dict[str, Any]) -> tuple[int, int]:
+            return int(record["step"]), PHASES.index(record["phase"])
+
+        last = min(map(place, records))
+        behind = [r for r in records if place(r) == last]
+        lines = ["A collective timed out: some rank did not join it."]
+        for record in behind[:8]:
+            age = time.time() - record["time"]
+            lines.append(
+                f"Behind: rank {record['rank']} on {record['host']}, since {age:.0f} s at step {record['step']},"
+                f" {record['phase']}"
+            )
+        return lines
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"progress-{rank:05d}.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
