@@ -165,17 +165,18 @@ def test_wrong_values_name_their_key() -> None:
 
 
 def test_input_paths_start_at_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "model: {init_args: {model: gpt2}}\ndata: {init_args: {train: [data.jsonl, rows.jsonl], tokenizer: tok}}\n"
+    text = "model: {init_args: {model: gpt2}}\n"
+    text += "data: {init_args: {train: [data.jsonl, rows.jsonl, d*.jsonl], tokenizer: tok}}\n"
     (tmp_path / "sub" / "tok").mkdir(parents=True)
     (tmp_path / "sub" / "data.jsonl").write_text("{}\n")
     data = parse(text, name="sub/run.yaml").data.init_args
-    assert data.train == [str(tmp_path / "sub" / "data.jsonl"), "rows.jsonl"]
+    assert data.train == [str(tmp_path / "sub" / "data.jsonl"), "rows.jsonl", str(tmp_path / "sub" / "d*.jsonl")]
     assert data.tokenizer == str(tmp_path / "sub" / "tok")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "sub" / "rows.jsonl").write_text("{}\n")
     again = Parsed("fit", ["--config", "../sub/run.yaml"]).config.data.init_args
-    assert again.train == [str(tmp_path / "sub" / "data.jsonl"), str(tmp_path / "sub" / "rows.jsonl")]
+    assert again.train == [str(tmp_path / "sub" / name) for name in ("data.jsonl", "rows.jsonl", "d*.jsonl")]
 
 
 def test_home_folder_and_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_nd import NDStrategy
-from lightning_nd.callbacks import LossPlot, SampleCompletions, Throughput
+from lightning_nd.callbacks import LossPlot, SampleCompletions, ScoreWriter, Throughput
 from lightning_nd.callbacks.samples import greedy
 from lightning_nd.data import ChatDataModule
 from lightning_nd.recipes import CausalLM
@@ -170,6 +170,28 @@ def test_scores_of_rows(folder: Path) -> None:
             nll, tokens = nll_sum(module.model, {name: value[row : row + 1] for name, value in batch.items()})
             assert float(scores["nll"][row]) == pytest.approx(float(nll), rel=1e-5)
             assert int(scores["supervised_tokens"][row]) == tokens
+
+
+def predict_rank(rank: int, world: int, folder: Path, out: Path, degrees: dict[str, int]) -> None:
+    writer = ScoreWriter(str(out / "scores.jsonl"))
+    trainer = tiny_trainer(rank, world, NDStrategy(**degrees), callbacks=[writer])
+    data = ChatDataModule(predict=str(folder / "val.jsonl"), max_length=100, micro_batch_size=1)
+    trainer.predict(CausalLM(str(folder / "model")), datamodule=data, return_predictions=False)
+
+
+@pytest.mark.parametrize("degrees", [{"dp_shard": 2}, {"tp": 2}], ids=["dp_shard=2", "tp=2"])
+def test_every_row_is_scored_once_in_order(pool: Pool, folder: Path, tmp_path: Path, degrees: dict[str, int]) -> None:
+    pool.run(predict_rank, 2, folder, tmp_path, degrees)
+    scores = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [score["row"] for score in scores] == [0, 1, 2, 3, 4]
+    data = ChatDataModule(predict=str(folder / "val.jsonl"), tokenizer=str(folder / "model"), max_length=100)
+    data.setup("predict")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    with torch.no_grad():
+        for score, batch in zip(scores, batches(data, "predict"), strict=True):
+            nll, tokens = nll_sum(model, batch)
+            assert score["nll"] == pytest.approx(float(nll), rel=1e-5)
+            assert score["supervised_tokens"] == tokens
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_nd.callbacks import LossPlot, ProgressBar, Throughput
+from lightning_nd.callbacks import LossPlot, ProgressBar, ScoreWriter, Throughput
 from lightning_nd.cli.keys import ConfigError, KeyChecker
 from lightning_nd.cli.paths import PathResolver
 from lightning_nd.launch import check_world, is_interactive, resolve_devices
@@ -231,6 +231,8 @@ class NDCLI(LightningCLI):
         defaults: list[Callback] = []
         if config["logger"]:
             defaults += [Throughput(), LossPlot()]
+        if self.command == "predict":
+            defaults.append(ScoreWriter(str(self.run_dir / "predict" / "scores.jsonl")))
         if config["enable_progress_bar"] is not False:
             defaults.append(ProgressBar())
         config["callbacks"] = given + [d for d in defaults if not any(isinstance(g, _kind(d)) for g in given)]
@@ -241,7 +243,9 @@ class NDCLI(LightningCLI):
     def run(self) -> Any:
         """Call the Trainer method of the command."""
         method = getattr(self.trainer, self.command)
-        return method(self.model, datamodule=self.datamodule, ckpt_path=self.config.ckpt_path)
+        # predictions go to a file, row by row; kept in memory they would only pile up
+        options = {"return_predictions": False} if self.command == "predict" else {}
+        return method(self.model, datamodule=self.datamodule, ckpt_path=self.config.ckpt_path, **options)
 
 
 def _kind(default: Callback) -> type[Callback]:

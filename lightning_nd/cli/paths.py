@@ -7,6 +7,7 @@ relative to the current directory.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,9 +54,9 @@ class PathResolver:
         if not isinstance(value, str) or not value or os.path.isabs(value) or value.startswith("~") or "://" in value:
             return value
         beside, here = folder / value, self.start / value
-        if beside.exists():
+        if _found(beside):
             return os.path.normpath(beside)
-        if not here.exists():
+        if not _found(here):
             self.tried[value] = [os.path.normpath(beside), os.path.normpath(here)]
         return value
 
@@ -81,12 +82,16 @@ class PathResolver:
             looks_local = item.startswith((".", "/", "~")) or item.count("/") > 1
             if only_paths and not looks_local:
                 continue  # a hub id
-            if not only_paths and not (looks_local or Path(item).suffix in (".jsonl", ".json", ".txt", ".parquet")):
+            if not only_paths and not (looks_local or Path(item).suffix in (".jsonl", ".ndjson", ".json", ".parquet")):
                 continue
             path = os.path.normpath(self.start / os.path.expanduser(item))
-            if not os.path.exists(path) and not any(c in item for c in "*?[") and "://" not in item:
+            if not _found(Path(path)) and "://" not in item:
                 tried = self.tried.get(item, [path])
                 yield f"{where}: {item!r} does not exist; looked for {' and '.join(tried)}"
+
+
+def _found(path: Path) -> bool:
+    return path.exists() or (any(c in str(path) for c in "*?[") and bool(glob.glob(str(path), recursive=True)))
 
 
 def _expand(value: Any) -> Any:

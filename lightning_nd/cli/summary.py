@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_nd.callbacks import LossPlot
+from lightning_nd.callbacks import LossPlot, ScoreWriter
 
 if TYPE_CHECKING:
     from lightning_nd.cli.app import NDCLI
@@ -46,6 +46,10 @@ def _suggestions(cli: NDCLI) -> list[str]:
 def _results(cli: NDCLI) -> str:
     metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
     lines = [f"  {name:<18} {value:.6g}" for name, value in sorted(metrics.items())]
+    if cli.command == "predict":
+        callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]
+        writer = next((c for c in callbacks if isinstance(c, ScoreWriter)), None)
+        return f"\nDone: the score of every row is in {_relative(writer.path)}" if writer else ""
     path = _metrics(cli.trainer)
     if path is not None and path.exists():
         lines.append(f"  {'metrics':<18} {_relative(path)}")
