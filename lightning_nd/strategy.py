@@ -34,6 +34,7 @@ from lightning_nd.parallelize import (
     ParallelConfig,
     ShardingOptions,
     TPPlan,
+    check_layout,
     parallelize,
     partial_gradients,
     roots,
@@ -232,8 +233,8 @@ class NDStrategy(ModelParallelStrategy):
         # Under the local launcher the ranks share a folder of its own; else the run's, which nodes share if they can.
         folder = os.environ.get(_REPORTS) or os.path.join(trainer.default_root_dir, ".progress")
         self._progress = Progress(Path(folder), self.global_rank)
+        check_layout(self.lightning_module, self.dims)
         for root in roots.find_roots(self.lightning_module, self.dims.tp):
-            self.precision_plugin.convert_module(root)
             parallelize(root, self)
         for module in self.lightning_module.modules():
             if roots.is_causal_lm(module):

@@ -44,7 +44,6 @@ PRELOAD = [
     "transformers.modeling_utils",
     "transformers.distributed",
     "lightning.pytorch",
-    "lightning_nd",
 ]
 # After one rank failed, its peers may sit in a collective that it will never join: wait this long for them,
 # then replace them.
@@ -119,10 +118,13 @@ class Pool:
     ) -> list[Any]:
         """Call `fn(rank, world_size, *args, **kwargs)` on `world_size` ranks; the list of what they returned.
 
-        `fn` must be a top-level function of an importable module. `timeout` is in seconds. With
+        `fn` must be a top-level function of an importable module. `timeout` is in seconds of an idle machine;
+        the environment variable TEST_TIMEOUT_SCALE stretches it on a busy one. With
         `process_group=False` the ranks start without a process group, as under an external launcher.
         Raises WorkerError if a rank raised or died and WorkerTimeout if one did not answer.
         """
+        __tracebackhide__ = True  # pytest: show the test and the worker, not us
+        timeout *= float(os.environ.get("TEST_TIMEOUT_SCALE", "1"))
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size is {world_size}; this pool has 1 to {self.size} workers")
         workers = [self._worker(rank) for rank in range(world_size)]

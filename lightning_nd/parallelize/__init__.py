@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_nd.mesh import Meshes
+from lightning_nd.mesh import Meshes, ParallelDims
 from lightning_nd.parallelize.activation import ActivationCheckpointing, apply_activation_checkpointing
 from lightning_nd.parallelize.agree import agree_on_weights
 from lightning_nd.parallelize.compile import apply_compile
@@ -69,7 +69,10 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
 
     config = how if isinstance(how, ParallelConfig) else how.parallel_config
     if is_parallelized(model):
+        check_layout(model, config.meshes.dims)
         return model
+    if not isinstance(how, ParallelConfig):
+        how.precision_plugin.convert_module(model)  # here, so that a call in configure_model gets the dtype too
     meshes = config.meshes
     on_meta = any(p.is_meta for p in model.parameters())
     if on_meta and not isinstance(model, PreTrainedModel):
@@ -91,12 +94,28 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
         assert isinstance(model, PreTrainedModel)
         materialize(model, _device(meshes))
     model._lightning_nd = tensor  # type: ignore[assignment]
+    model._lightning_nd_dims = meshes.dims  # type: ignore[assignment]
     return model
 
 
 def is_parallelized(model: nn.Module) -> bool:
     """Whether a model, or a part of it, has been sharded already."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def check_layout(module: nn.Module, dims: ParallelDims) -> None:
+    """Refuse a module whose models were parallelised over another layout, by an earlier Trainer.
+
+    Raises:
+        ValueError: naming both layouts.
+    """
+    for name, part in module.named_modules():
+        made_for = getattr(part, "_lightning_nd_dims", dims)
+        if made_for != dims:
+            raise ValueError(
+                f"NDStrategy: {name or type(part).__name__} has been parallelised over {made_for} before, and this"
+                f" strategy lays out {dims}. Use the same degrees, or save a checkpoint and load it into a new module."
+            )
 
 
 def partial_gradients(module: nn.Module) -> list[nn.Parameter]:
@@ -123,6 +142,7 @@ __all__ = [
     "ShardingOptions",
     "TPPlan",
     "TensorParallelism",
+    "check_layout",
     "check_tensor_parallel",
     "is_parallelized",
     "parallelize",

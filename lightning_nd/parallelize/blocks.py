@@ -45,5 +45,6 @@ def _repeated_children(module: nn.Module) -> list[nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return []
     children = [child for child in module.children() if any(True for _ in child.parameters())]
-    classes = [type(child) for child in children]
+    # Checkpointing may have wrapped some of them already.
+    classes = [type(getattr(child, "_checkpoint_wrapped_module", child)) for child in children]
     return [child for child, cls in zip(children, classes, strict=True) if classes.count(cls) > 1]
