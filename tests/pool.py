@@ -129,15 +129,16 @@ class Pool:
             raise ValueError(f"world_size is {world_size}; this pool has 1 to {self.size} workers")
         workers = [self._worker(rank) for rank in range(world_size)]
         self._runs += 1
-        rendezvous = str(self.folder / f"rendezvous-{self._runs}") if process_group else None
+        shared = self.folder / f"run{self._runs}"
+        shared.mkdir()
+        port = _free_port()
         for rank, worker in enumerate(workers):
-            job = (fn, rank, world_size, args, kwargs, rendezvous, _free_port(), timeout)
-            if rank == 0:
-                port = job[6]
-            worker.pipe.send_bytes(pickle.dumps((*job[:6], port, timeout)))
+            job = (fn, rank, world_size, args, kwargs, str(shared), process_group, port, timeout)
+            worker.pipe.send_bytes(pickle.dumps(job))
         outcome, silent = self._collect(workers, time.monotonic() + timeout)
         stacks = {rank: self._stack(workers[rank]) for rank in silent}
         logs = {rank: _tail(worker.folder / "log") for rank, worker in enumerate(workers)}
+        shutil.rmtree(shared, ignore_errors=True)
         for rank in {*silent, *outcome.failures}:  # a worker that failed may hold anything: start it afresh
             self._workers.pop(rank).stop()
         if outcome.failures:
@@ -281,7 +282,10 @@ class PoolEnvironment(ClusterEnvironment):
 
 
 def tiny_trainer(rank: int, world_size: int, strategy: Any, **kwargs: Any) -> Trainer:
-    """A CPU Trainer for a pool worker that prints, logs and saves nothing unless asked to."""
+    """A CPU Trainer for a pool worker that prints, logs and saves nothing unless asked to.
+
+    Its root folder is shared by the ranks of this run and removed afterwards.
+    """
     plugins = [PoolEnvironment(rank, world_size), *kwargs.pop("plugins", [])]
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -291,6 +295,7 @@ def tiny_trainer(rank: int, world_size: int, strategy: Any, **kwargs: Any) -> Tr
         "enable_checkpointing": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "default_root_dir": os.environ["POOL_SHARED_FOLDER"],
     }
     return Trainer(strategy=strategy, plugins=plugins, **(defaults | kwargs))
 
@@ -346,7 +351,8 @@ def _call(
     world_size: int,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    rendezvous: str | None,
+    shared: str,
+    process_group: bool,
     port: int,
     timeout: float,
 ) -> tuple[bool, Any]:
@@ -356,12 +362,12 @@ def _call(
     torch.manual_seed(0)
     random.seed(0)
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if rendezvous is not None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), POOL_SHARED_FOLDER=shared)
+    if process_group:
         # The group's own timeout is the longer one: a hang is for the pool to report, with stacks.
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(rendezvous, world_size),
+            store=dist.FileStore(f"{shared}/rendezvous", world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=2 * timeout),

@@ -98,7 +98,7 @@ def test_exception_comes_back_with_rank_and_traceback(pool: Pool, failing: int) 
 
 
 def test_hang_names_the_ranks_and_where_they_stand(pool: Pool) -> None:
-    with pytest.raises(WorkerTimeout, match=r"ranks \[0, 1\] of 2 did not answer within 1 s") as caught:
+    with pytest.raises(WorkerTimeout, match=r"ranks \[0, 1\] of 2 did not answer within") as caught:
         pool.run(_sleep_on, 2, 1, timeout=1)
     text = str(caught.value)
     assert caught.value.ranks == [0, 1]
