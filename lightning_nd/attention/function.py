@@ -89,6 +89,7 @@ class _Attention(torch.autograd.Function):
                 dq[rows] += new[0]
                 dk[keys] += new[1]
                 dv[keys] += new[2]
+                del new  # before the next call makes its own
             del k_block, v_block
             returns.send(s)
         dk, dv = returns.finish()

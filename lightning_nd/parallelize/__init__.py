@@ -68,6 +68,8 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
     from lightning_nd.checkpoint import materialize
 
     config = how if isinstance(how, ParallelConfig) else how.parallel_config
+    if config.context is not None:
+        apply_context_parallel(model, config.context)
     if is_parallelized(model):
         check_layout(model, config.meshes.dims)
         return model
@@ -81,8 +83,6 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
             " filled from there. Build it with real weights; each rank keeps its shards."
         )
     check_tensor_parallel(model, config.tp_plan, meshes.tp.size())
-    if config.context is not None:
-        apply_context_parallel(model, config.context)
     if not on_meta:
         agree_on_weights(model)
     tensor = apply_tensor_parallel(model, meshes.tp, config.tp_plan, config.sequence_parallel)

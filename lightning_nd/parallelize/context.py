@@ -134,15 +134,21 @@ def apply_context_parallel(model: nn.Module, cp: ContextParallel) -> None:
     if not isinstance(model, PreTrainedModel):
         cp.windows.add((None, 1))
         return
+    again = hasattr(model, "_lightning_nd_context")
+    model._lightning_nd_context = cp  # type: ignore[assignment]
+    cp.windows.update(windows_of(model.config))
+    if again:  # a second fit: the model has the hook, the strategy may be another
+        return
     check_model(model)
     register()
     model.set_attn_implementation(NAME)
-    cp.windows.update(windows_of(model.config))
 
     def give_context(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get(CONTEXT_KEY) is None:
             tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
-            context = cp.context_of(tokens)
+            holder = module._lightning_nd_context
+            assert isinstance(holder, ContextParallel)
+            context = holder.context_of(tokens)
             if context is None:
                 raise RuntimeError(
                     f"NDStrategy: {type(module).__name__} was called with tokens that are not a batch of the"

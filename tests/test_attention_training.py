@@ -1,0 +1,186 @@
+"""Lightning under cp: hand-written models, evaluation and prediction, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import make_model
+from lightning.pytorch import LightningModule
+from pool import WorkerError, tiny_trainer
+from reference import make_batches, nll_sum
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_nd
+from lightning_nd import NDStrategy
+from lightning_nd.loss import causal_lm_loss
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, attend: Any) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return x + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class HandWritten(nn.Module):
+    """A model that is nobody's: positions are learned, attention is called by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, 32), nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(32, 256)
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
+        x = self.tokens(ids) + self.places(positions)
+        for layer in self.layers:
+            x = layer(x, attend)
+        return self.head(x)
+
+
+class Module(LightningModule):
+    def __init__(self, attend: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.attend, self.grads = HandWritten(), attend, {}
+
+    def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self.attend == "local":
+                return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return lightning_nd.context_parallel_attention(q, k, v, batch["cp_context"])
+
+        logits = self.net(batch["input_ids"], batch["position_ids"], attend)
+        if self.attend == "unshifted":
+            return causal_lm_loss(logits, batch["labels"], self.trainer.strategy)
+        return causal_lm_loss(logits, batch["shift_labels"], self.trainer.strategy, shifted=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.grads = {n: p.grad.full_tensor() for n, p in self.net.named_parameters()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(rank: int, world_size: int, attend: str = "right") -> dict[str, Tensor]:
+    batch = make_batches(1, silent_row=False)[0]
+    module = Module(attend)
+    trainer = tiny_trainer(rank, world_size, NDStrategy(cp=2), max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader([batch], batch_size=None))
+    return module.grads
+
+
+def test_a_hand_written_model(pool):
+    torch.manual_seed(0)
+    net, batch = HandWritten(), make_batches(1, silent_row=False)[0]
+    positions = torch.arange(24).expand(4, -1)
+    logits = net(
+        batch["input_ids"],
+        positions,
+        lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+    )
+    targets = batch["labels"][:, 1:]
+    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten()).backward()
+    for grads in pool.run(_fit, 2):
+        for name, parameter in net.named_parameters():
+            error = (grads[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
+            assert error <= 1e-5, (name, error)
+
+
+@pytest.mark.parametrize(
+    ("attend", "text"),
+    [("local", "never called context-parallel attention"), ("unshifted", "pass batch\\['shift_labels'\\]")],
+)
+def test_silent_mistakes_are_refused(pool, attend, text):
+    with pytest.raises(WorkerError, match=text):
+        pool.run(_fit, 2, attend)
+
+
+class Evaluated(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.means = make_model("qwen3"), []
+
+    def validation_step(self, batch: dict[str, Any], index: int) -> None:
+        loss = self.model(**batch).loss
+        self.means.append(loss.item())
+        self.log("loss", loss)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: dict[str, Any], index: int) -> Tensor:
+        return lightning_nd.gather_sequence(self.model(**batch).logits, batch)
+
+
+def _evaluate(rank: int, world_size: int) -> tuple[list[float], list[Tensor]]:
+    module = Evaluated()
+    loader = DataLoader(make_batches(3, length=23), batch_size=None)
+    trainer = tiny_trainer(rank, world_size, NDStrategy(cp=world_size), use_distributed_sampler=False)
+    trainer.validate(module, loader, verbose=False)
+    trainer.test(module, loader, verbose=False)
+    predictions = trainer.predict(module, loader)
+    return module.means, [p.detach() for p in predictions]
+
+
+def test_validate_test_and_predict(pool):
+    model, batches = make_model("qwen3").eval(), make_batches(3, length=23)
+    with torch.no_grad():
+        sums = [nll_sum(model, batch) for batch in batches]
+        means = [(nll / count).item() for nll, count in sums]
+        logits = [model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]).logits for b in batches]
+    for got, predictions in pool.run(_evaluate, 2):
+        assert got == pytest.approx([*means, *means], rel=1e-5)
+        for mine, want, batch in zip(predictions, logits, batches, strict=True):
+            real = batch["attention_mask"].bool()
+            assert mine.shape == want.shape
+            torch.testing.assert_close(mine[real], want[real], atol=1e-4, rtol=1e-4)
+
+
+class Misused(Evaluated):
+    how = ""
+
+    def validation_step(self, batch: dict[str, Any], index: int) -> None:
+        if self.how == "derived":
+            self.model(input_ids=batch["input_ids"] + 1)
+        elif self.how == "no positions":
+            self.model(input_ids=batch["input_ids"])
+        elif self.how == "labels only":
+            self.model(**{key: value for key, value in batch.items() if key != "shift_labels"})
+        elif self.how == "4-D mask":
+            self.model(**batch | {"attention_mask": torch.zeros(4, 1, 12, 12)})
+        elif self.how == "sliced":
+            self.model(**batch | {"input_ids": batch["input_ids"][:, :5]})
+
+
+def _misuse(rank: int, world_size: int, how: str) -> None:
+    module = Misused()
+    module.how = how
+    trainer = tiny_trainer(rank, world_size, NDStrategy(cp=2), use_distributed_sampler=False)
+    trainer.validate(module, DataLoader(make_batches(1), batch_size=None), verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("derived", "not a batch of the strategy's"),
+        ("no positions", "without position_ids"),
+        ("labels only", "shift_labels=batch"),
+        ("4-D mask", "2-D attention_mask"),
+        ("sliced", "this rank holds"),
+    ],
+)
+def test_misuse_is_refused(pool, how, text):
+    with pytest.raises(WorkerError, match=text):
+        pool.run(_misuse, 2, how)
+
+
+@pytest.mark.parametrize(("option", "value"), [("cp_method", "star"), ("cp_layout", "striped")])
+def test_unknown_options_are_refused_at_once(option, value):
+    with pytest.raises(ValueError, match=f"NDStrategy: {option}='{value}': choose one of 'auto'"):
+        NDStrategy(cp=2, **{option: value})

@@ -1,0 +1,190 @@
+"""What context-parallel attention sends, holds and keeps for backward."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_cases import Case, compare, context_of, dense, inputs, local
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lightning_nd.attention.context import context_parallel_attention
+
+
+class LiveKeyValues(TorchDispatchMode):
+    """Bytes of live storages that hold keys or values or their gradients: those with `heads` and `width` dims."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.dims, self.live, self.peak, self.largest = {heads, width}, {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(out):
+            if not isinstance(x, torch.Tensor) or x.untyped_storage()._cdata in given:
+                continue
+            storage = x.untyped_storage()
+            self.largest = max(self.largest, storage.nbytes())
+            key = storage._cdata
+            if self.dims <= set(x.shape) and key not in self.live:
+                self.live[key] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, key, None)
+                self.peak = max(self.peak, sum(self.live.values()))
+        return out
+
+
+def _memory(rank, world_size, case):
+    context = context_of(case, dist.group.WORLD)
+    q, k, v, _, grad = (None if x is None else local(x, context).contiguous() for x in _four(case))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    own = k.numel() * k.element_size() * 2
+    with LiveKeyValues(case.kv_heads, case.head_dim) as forward:
+        out = context_parallel_attention(q, k, v, context, window=case.window)
+    with LiveKeyValues(case.kv_heads, case.head_dim) as backward:
+        out.backward(grad)
+    return forward.peak / own, backward.peak / own, max(forward.largest, backward.largest) / (q.numel() * 4)
+
+
+def _four(case):
+    q, k, v, sinks, grad = inputs(case, torch.float32)
+    assert sinks is None
+    return q, k, v, sinks, grad
+
+
+@pytest.mark.parametrize("method", ["direct", "ring"])
+def test_a_rank_holds_its_own_rows_and_two_blocks(pool, method):
+    for world_size in (2, 4, 8):
+        case = Case(((128 * world_size,),), heads=6, kv_heads=3, head_dim=40, layout="zigzag", method=method)
+        for forward, backward, largest in pool.run(_memory, world_size, case):
+            # k and v are laid out token by token on the way in, which is one more copy of the own rows.
+            assert forward <= 1 + 2 + 0.01
+            # Two blocks of keys and values; in gradients the own ones, one being computed, one leaving, one
+            # arriving, and what the kernel has just returned.
+            assert backward <= 2 + 5 + 0.01
+            assert largest <= 1.01, "something grows with the whole sequence"
+
+
+def _traffic(rank, world_size, case):
+    context = context_of(case, dist.group.WORLD)
+    q, k, v, _, grad = (None if x is None else local(x, context) for x in _four(case))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = context_parallel_attention(q, k, v, context, window=case.window)
+    forward, received = context.traffic.overlapped(), context.traffic.received
+    out.backward(grad)
+    rows = context.plan(case.window, ring=case.method == "ring").fetched_rows
+    return rows * case.kv_heads * case.head_dim * 2 * 4, received, forward, context.traffic
+
+
+@pytest.mark.parametrize("method", ["direct", "ring"])
+def test_bytes_are_those_of_the_plan_and_transfers_overlap(pool, method):
+    case = Case(((1024,),), layout="zigzag", method=method)
+    for planned, received, (hidden, total), traffic in pool.run(_traffic, 4, case):
+        assert received == planned
+        assert (hidden, total) == (3, 3), "a transfer was waited for before anything was computed"
+        posts = [i for i, event in enumerate(traffic.events) if event == ("post", 1)]
+        assert all(traffic.events[i + 1] == ("compute", 0) for i in posts), "the transfer is posted first"
+        hidden, total = traffic.overlapped()
+        assert hidden >= total - 1  # only the last gradient's way home has nothing to hide behind
+
+
+def test_what_sees_nothing_sends_nothing(pool):
+    short = Case(((64,) * 16,), layout="contiguous")
+    for planned, received, (hidden, total), traffic in pool.run(_traffic, 4, short):
+        assert (planned, received, hidden, total, traffic.messages, traffic.sent) == (0, 0, 0, 0, 0, 0)
+    window = Case(((1024,),), layout="contiguous", window=33)
+    for rank, (planned, received, _, traffic) in enumerate(pool.run(_traffic, 4, window)):
+        assert received == planned == (32 * 2 * 32 * 2 * 4 if rank else 0)
+        assert {s for _, s in traffic.events} <= {0, 1}
+
+
+def _recompute(rank, world_size, cases):
+    """Two checkpointed forwards with different documents, then both backwards: each must recompute with its own."""
+    runs = []
+    for case in cases:
+        context = context_of(case, dist.group.WORLD)
+        q, k, v, _, grad = (None if x is None else local(x, context) for x in _four(case))
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        out = checkpoint(context_parallel_attention, q, k, v, context, window=case.window, use_reentrant=False)
+        runs.append((case, context, q, k, v, grad, out))
+    worst = 0.0
+    for case, context, q, k, v, grad, out in runs:
+        out.backward(grad)
+        got = replace(dense(case, torch.float32), out=out.detach(), q=q.grad, k=k.grad, v=v.grad)
+        worst = max(worst, *compare(got, dense(case, torch.float32), context).values())
+    return worst
+
+
+def test_recomputed_forwards_use_their_own_documents(pool):
+    cases = [Case(((96,),), method="direct"), Case(((20, 50, 26),), window=9, method="ring", layout="chunks")]
+    assert max(pool.run(_recompute, 2, cases)) <= 1e-5
+
+
+def _wrong(rank, world_size):
+    case = Case(((96,),))
+    context = context_of(case, dist.group.WORLD)
+    q, k, v, _, _ = (None if x is None else local(x, context) for x in _four(case))
+    ulysses = replace(case, method="ulysses", heads=3, kv_heads=1)
+    messages = []
+    for call in (
+        lambda: context_parallel_attention(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], context),
+        lambda: context_parallel_attention(q, k[..., :8], v, context),
+        lambda: context_parallel_attention(q, k, v, context, window=0),
+        lambda: context_parallel_attention(q, k, v, context, sinks=torch.zeros(3)),
+        lambda: context_parallel_attention(q[:, :3], k, v, context),
+        lambda: context_of(replace(case, method="star"), dist.group.WORLD),
+        lambda: context_parallel_attention(q[:, :3], k[:, :1], v[:, :1], context_of(ulysses, dist.group.WORLD)),
+        lambda: context_parallel_attention(q, k, v, context_of(replace(case, kernel="fast"), dist.group.WORLD)),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+        else:
+            messages.append("nothing was refused")
+    return messages
+
+
+def test_refusals_say_what_to_change(pool):
+    fragments = ("owns 48 tokens", "takes q [batch, H, s, D]", "window is 0", "4 heads", "not a multiple", "'star'")
+    fragments += ("multiples of 2", "Unknown attention kernel 'fast'")
+    for message, fragment in zip(pool.run(_wrong, 2)[0], fragments, strict=True):
+        assert fragment in message
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_flash_kernel_against_the_tiled_one():
+    from lightning_nd.attention.kernels.cuda_flash import CudaFlash
+    from lightning_nd.attention.kernels.tiled import Tiled
+    from lightning_nd.attention.plan import Kind, Rect
+
+    torch.manual_seed(0)
+    q, grad = (torch.randn(96, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(96, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    rects = [
+        Rect(0, 96, 0, 96, Kind.CAUSAL, cuts=(0, 30, 31, 96)),
+        Rect(0, 96, 0, 96, Kind.BAND, 0, 17),
+        Rect(0, 40, 0, 96, Kind.FULL),
+        Rect(0, 30, 0, 70, Kind.BAND, 75, 90),
+    ]
+    for rect in rects:
+        args = q[rect.q0 : rect.q1], k[rect.k0 : rect.k1], v[rect.k0 : rect.k1]
+        out, lse = CudaFlash().forward(*args, rect, 0.125, None)
+        # Exact scores of the same bf16 inputs, document by document.
+        for part in rect.by_document():
+            rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
+            sliced = q[rows].double(), k[keys].double(), v[keys].double()
+            want, want_lse = Tiled().forward(*sliced, part, 0.125, None)
+            torch.testing.assert_close(out[rows].double(), want, atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(lse[rows].double(), want_lse, atol=1e-3, rtol=1e-3)
+            got = CudaFlash().backward(
+                grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], replace(part, first=False), 0.125, None
+            )
+            expected = Tiled().backward(grad[rows].double(), *sliced, want, want_lse, part, 0.125, None)
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a.double(), b, atol=4e-2, rtol=4e-2)
