@@ -176,6 +176,19 @@ class NDStrategy(ModelParallelStrategy):
 
     @property
     @override
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or []
+        if self.local_rank >= len(devices):
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            raise RuntimeError(
+                f"NDStrategy: local rank {self.local_rank} has no device: {len(devices)} are visible here"
+                f" ({', '.join(map(str, devices))}; CUDA_VISIBLE_DEVICES={visible}). Start one process a device, or let"
+                " every process see all devices of its node."
+            )
+        return devices[self.local_rank]  # an index into the visible devices, whatever their physical numbers
+
+    @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks that differ only in cp or tp read the same rows."""
         return {"num_replicas": self.meshes.data.size(), "rank": self.meshes.data.get_local_rank()}

@@ -48,6 +48,8 @@ PRELOAD = [
 # After one rank failed, its peers may sit in a collective that it will never join: wait this long for them,
 # then replace them.
 GRACE_SECONDS = 5.0
+# Groups that some object still holds keep their threads, which wake up all the time: a fresh worker is cheaper.
+MAX_THREADS = 60
 
 
 class WorkerError(AssertionError):
@@ -139,7 +141,8 @@ class Pool:
         stacks = {rank: self._stack(workers[rank]) for rank in silent}
         logs = {rank: _tail(worker.folder / "log") for rank, worker in enumerate(workers)}
         shutil.rmtree(shared, ignore_errors=True)
-        for rank in {*silent, *outcome.failures}:  # a worker that failed may hold anything: start it afresh
+        crowded = {rank for rank, worker in enumerate(workers) if _threads(worker) > MAX_THREADS}
+        for rank in {*silent, *outcome.failures, *crowded}:  # a worker that failed may hold anything: start it afresh
             self._workers.pop(rank).stop()
         if outcome.failures:
             raise _worker_error(outcome, silent, logs, fn)
@@ -201,6 +204,13 @@ class Pool:
         while time.monotonic() < end and not _complete(path):
             time.sleep(0.02)
         return path.read_text() if path.exists() else "(no stack)"
+
+
+def _threads(worker: _Worker) -> int:
+    try:
+        return len(os.listdir(f"/proc/{worker.process.pid}/task"))
+    except OSError:
+        return 0
 
 
 def _complete(path: Path) -> bool:

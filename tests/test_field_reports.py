@@ -1,0 +1,169 @@
+"""Faults that users of other tools have reported, one test each where no other file has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from families import make_model
+from pool import Pool, tiny_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_nd import NDStrategy
+
+Batch = dict[str, Tensor]
+
+
+def answers(lengths: list[int], width: int = 20) -> Batch:
+    """One row a length: so many supervised tokens at its end, the rest context."""
+    ids = torch.randint(0, 256, (len(lengths), width), generator=torch.Generator().manual_seed(5))
+    labels = ids.clone()
+    for row, length in enumerate(lengths):
+        labels[row, : width - length] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def one_process(batch: Batch) -> tuple[float, float, dict[str, Tensor]]:
+    """Loss, gradient norm and weights after one SGD step on all rows at once, in plain transformers and torch."""
+    model = make_model("llama").train()
+    logits = model(input_ids=batch["input_ids"]).logits
+    targets = batch["labels"][:, 1:].reshape(-1)
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return loss.item(), norm.item(), {name: p.detach() for name, p in model.named_parameters()}
+
+
+class OneStep(pl.LightningModule):
+    def __init__(self, batches: list[Batch]) -> None:
+        super().__init__()
+        self.model = make_model("llama")
+        self.batches = batches
+        self.norm = 0.0
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norm = float(self.trainer.strategy.grad_norm())  # type: ignore[attr-defined]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def step(
+    rank: int,
+    world_size: int,
+    lengths: list[int],
+    micro: int,
+    accumulate: int,
+    data_ranks: int,
+    degrees: dict[str, int],
+) -> tuple[float, float, dict[str, Tensor]]:
+    batch = answers(lengths)
+    mine = rank // (world_size // data_ranks)
+    rows = [batch_rows(batch, slice(i, i + micro)) for i in range(mine * micro, len(lengths), micro * data_ranks)]
+    module = OneStep(rows)
+    strategy = NDStrategy(**degrees)  # type: ignore[arg-type]
+    trainer = tiny_trainer(
+        rank,
+        world_size,
+        strategy,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module)
+    weights = {name: p.full_tensor() for name, p in module.model.named_parameters()}  # type: ignore[operator]
+    return float(strategy.step_loss), module.norm, weights  # type: ignore[arg-type]
+
+
+def batch_rows(batch: Batch, rows: slice) -> Batch:
+    return {key: value[rows] for key, value in batch.items()}
+
+
+def assert_same(got: tuple[float, float, dict[str, Tensor]], want: tuple[float, float, dict[str, Tensor]]) -> None:
+    assert got[0] == pytest.approx(want[0], rel=1e-6)
+    assert got[1] == pytest.approx(want[1], rel=1e-5)
+    for name, expected in want[2].items():
+        assert (got[2][name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize(("micro", "accumulate"), [(16, 1), (4, 4), (1, 16)])
+def test_b01_micro_batch_size_does_not_change_the_step(pool: Pool, micro: int, accumulate: int) -> None:
+    lengths = list(range(1, 17))
+    got = pool.run(step, 1, lengths, micro, accumulate, 1, {})[0]
+    assert_same(got, one_process(answers(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "data_ranks"),
+    [(2, {"dp_shard": 2}, 2), (2, {"dp_replicate": 2, "dp_shard": 1}, 2), (4, {"dp_shard": 2, "tp": 2}, 2)],
+)
+def test_b10_ranks_weigh_by_their_tokens(pool: Pool, world: int, degrees: dict[str, int], data_ranks: int) -> None:
+    lengths = [1, 15]
+    for got in pool.run(step, world, lengths, 1, 1, data_ranks, degrees):
+        assert_same(got, one_process(answers(lengths)))
+
+
+class Ones(pl.LightningModule):
+    """Weights of one, whose gradient is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 1, bias=False)
+        nn.init.ones_(self.layer.weight)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.layer(batch).sum()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(200, 1, 64), batch_size=None)  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-5, weight_decay=0.0)
+
+
+def small_steps(rank: int, world_size: int, precision: str) -> float:
+    module = Ones()
+    trainer = tiny_trainer(
+        rank, world_size, NDStrategy(), max_epochs=1, precision=precision, use_distributed_sampler=False
+    )
+    trainer.fit(module)
+    return float(1.0 - module.layer.weight.full_tensor().mean())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_i01_steps_below_the_resolution_of_bf16_are_not_lost(pool: Pool, precision: str) -> None:
+    assert pool.run(small_steps, 2, precision)[0] == pytest.approx(200 * 1e-5, rel=5e-3)  # fp32 rounds 200 times
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "expected"), [(0, 2, 0), (1, 2, 1), (0, 1, 0)])
+def test_e09_local_ranks_index_the_visible_devices(local_rank: int, visible: int, expected: int) -> None:
+    assert _strategy_on(local_rank, visible).root_device == torch.device("cuda", expected)
+
+
+def test_e09_a_rank_without_a_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    with pytest.raises(RuntimeError, match=r"local rank 1 has no device: 1 are visible.*CUDA_VISIBLE_DEVICES=5"):
+        _ = _strategy_on(1, 1).root_device
+
+
+def _strategy_on(local_rank: int, visible: int) -> NDStrategy:
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    class Fixed(LightningEnvironment):
+        def local_rank(self) -> int:
+            return local_rank
+
+    strategy = NDStrategy()
+    strategy.parallel_devices = [torch.device("cuda", index) for index in range(visible)]
+    strategy.cluster_environment = Fixed()
+    return strategy
