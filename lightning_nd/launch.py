@@ -210,12 +210,14 @@ class LocalLauncher(_SubprocessScriptLauncher):
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
                 raise
+            if trainer is not None:
+                trainer.strategy.on_exception(error)  # adds what the strategy knows, for the report
             self._report(error, trainer)
             if self.procs:
                 silent = self._end_children()
                 first = _first_report()
                 if silent is not None:
-                    raise RankFailedError(silent) from error
+                    raise RankFailedError(silent) from None
                 if first is not None and first != _own_report():
                     raise RankFailedError(first.read_text()) from None
             raise
@@ -234,7 +236,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
         text = "".join(traceback.format_exception(error))
         rank = os.environ.get("LOCAL_RANK", "0")
         summary = f"rank {rank} on {socket.gethostname()} failed first, at step {step} ({phase}): "
-        summary += traceback.format_exception_only(error)[-1].strip()
+        summary += traceback.format_exception_only(error)[0].strip()
         try:
             path.write_text(f"{text}\n{summary}")
         except OSError:  # the directory went away with a parent that already ended

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_nd import gradients
 from lightning_nd.faults import Progress
-from lightning_nd.launch import _REPORTS, LocalLauncher, check_world, is_interactive
+from lightning_nd.launch import _REPORTS, LocalLauncher, RankFailedError, check_world, is_interactive
 from lightning_nd.loss import TokenLedger, install_loss
 from lightning_nd.mesh import Degree, Meshes, ParallelDims
 from lightning_nd.parallelize import (
@@ -423,6 +423,8 @@ class NDStrategy(ModelParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Add to an error where it happened, who is behind, and what to change."""
+        if isinstance(exception, RankFailedError) or getattr(exception, "__notes__", None):
+            return  # another rank's story, or told already: the launcher asks first, for its report
         if self._progress is not None and isinstance(exception, Exception):
             exception.add_note(self._progress.explain(exception))
             self._progress.keep = True  # the other ranks are about to read it

@@ -112,7 +112,9 @@ def test_a_failing_rank_leaves_a_report_with_step_and_phase(tmp_path: Path, monk
     class State:
         stage = type("Stage", (), {"value": "validate"})
 
-    trainer = type("T", (), {"state": State, "global_step": 7})
+    told: list[BaseException] = []
+    strategy = type("S", (), {"on_exception": staticmethod(told.append)})
+    trainer = type("T", (), {"state": State, "global_step": 7, "strategy": strategy})
 
     def fail() -> None:
         raise KeyError("lost row")

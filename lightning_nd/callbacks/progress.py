@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,7 +15,10 @@ _SHOWN = {"train/loss": "loss", "val/loss": "val_loss", "throughput/tokens_per_s
 class ProgressBar(TQDMProgressBar):
     """Lightning's bar with the global loss, the last validation loss and the tokens per second of the job."""
 
-    _batches: int | float | None = None
+    def __init__(self) -> None:
+        # a log file gets a line now and then, not one for every batch
+        super().__init__(refresh_rate=1 if sys.stderr.isatty() or sys.stdout.isatty() else 20)
+        self._batches: int | float | None = None
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:

@@ -58,8 +58,10 @@ class SampleCompletions(Callback):
         answers = greedy(pl_module, prompts, self.max_new_tokens)
         lines = [f"\nCompletions {when}:"]
         for messages, answer in zip(self.conversations, answers, strict=True):
-            text = tokenizer.decode(_until(answer, _stops(pl_module, tokenizer)), skip_special_tokens=True)
-            lines += [f"  > {messages[-1]['content']}", f"    {' '.join(text.split()) or '(nothing)'}"]
+            tokens = _until(answer, _stops(pl_module, tokenizer))
+            text = " ".join(tokenizer.decode(tokens, skip_special_tokens=True).split()) or "(nothing)"
+            cut = " …" if len(tokens) == len(answer) else ""
+            lines += [f"  > {messages[-1]['content']}", f"    {text}{cut}"]
         rank_zero_info("\n".join(lines))
 
 
