@@ -218,7 +218,7 @@ class NDStrategy(ModelParallelStrategy):
         self._setup_distributed()
         self._meshes = self.dims.build_meshes(self.root_device.type, self._timeout)
         self._device_mesh = self._meshes.axes
-        if self.dims.cp > 1:
+        if self.dims.cp > 1 and self._context is None:  # a second stage keeps what the model has told the first
             self._context = ContextParallel(
                 self._meshes.cp.get_group(),
                 self._cp_method,

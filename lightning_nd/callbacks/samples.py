@@ -51,6 +51,10 @@ class SampleCompletions(Callback):
         self._show("after training", trainer, pl_module)
 
     def _show(self, when: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        dims = getattr(trainer.strategy, "dims", None)
+        if dims is not None and dims.cp > 1:
+            rank_zero_info(f"SampleCompletions: no completions {when}; a row split over cp={dims.cp} cannot grow.")
+            return
         tokenizer = getattr(pl_module, "tokenizer", None)
         if tokenizer is None:
             raise ValueError(f"SampleCompletions needs {type(pl_module).__name__}.tokenizer, which is missing.")
