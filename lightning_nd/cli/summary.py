@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +33,25 @@ def closing_words(cli: NDCLI) -> str:
 def _suggestions(cli: NDCLI) -> list[str]:
     exported = getattr(cli.model, "exported_to", None)
     config = _relative(cli.run_dir / "config.yaml")
+    command, python = _commands()
     lines = []
     if exported is not None:
-        lines.append(f"lightning-nd validate --config {config} --model.model {_relative(exported)}")
-        lines.append(
-            f"python -c \"from transformers import pipeline; print(pipeline('text-generation', '{_relative(exported)}')"
-        )
-        lines[-1] += "('Hello', max_new_tokens=20)[0]['generated_text'])\""
-    lines.append(f"lightning-nd fit --config {config} --trainer.default_root_dir {cli.run_dir}-2 --optimizer.lr 3e-5")
-    lines.append(f"lightning-nd verify --config {config}   # this layout against one process")
+        folder = _relative(exported)
+        lines.append(f"{command} validate --config {config} --model.model {folder}")
+        answer = f"pipeline('text-generation', '{folder}')('Hello', max_new_tokens=20)[0]['generated_text']"
+        lines.append(f'{python} -c "from transformers import pipeline; print({answer})"')
+    lines.append(f"{command} fit --config {config} --trainer.default_root_dir {cli.run_dir}-2 --optimizer.lr 3e-5")
+    lines.append(f"{command} verify --config {config}   # this layout against one process")
     return lines
+
+
+def _commands() -> tuple[str, str]:
+    """How this shell calls lightning-nd and Python: by name, or by path when the environment is not activated."""
+    if shutil.which("lightning-nd"):
+        return "lightning-nd", "python"
+    python = _relative(Path(sys.executable))
+    beside = Path(sys.executable).parent / "lightning-nd"
+    return (_relative(beside) if beside.exists() else f"{python} -m lightning_nd.cli"), python
 
 
 def _results(cli: NDCLI) -> str:
