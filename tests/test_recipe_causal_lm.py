@@ -179,7 +179,7 @@ def predict_rank(rank: int, world: int, folder: Path, out: Path, degrees: dict[s
     trainer.predict(CausalLM(str(folder / "model")), datamodule=data, return_predictions=False)
 
 
-@pytest.mark.parametrize("degrees", [{"dp_shard": 2}, {"tp": 2}], ids=["dp_shard=2", "tp=2"])
+@pytest.mark.parametrize("degrees", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}], ids=["dp_shard=2", "tp=2", "cp=2"])
 def test_every_row_is_scored_once_in_order(pool: Pool, folder: Path, tmp_path: Path, degrees: dict[str, int]) -> None:
     pool.run(predict_rank, 2, folder, tmp_path, degrees)
     scores = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]

@@ -15,7 +15,9 @@ from torchmetrics.aggregation import SumMetric
 from typing_extensions import override
 
 from lightning_nd.assets import resolve
+from lightning_nd.loss import shift_labels
 from lightning_nd.names import nearest
+from lightning_nd.parallelize.context import gather_sequence
 from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, configure_optimizers
 
 if TYPE_CHECKING:
@@ -196,14 +198,16 @@ class CausalLM(LightningModule):
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Score each row: ``nll`` [rows], summed over its supervised tokens, and their number ``supervised_tokens``."""
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        targets = batch["shift_labels"] if "shift_labels" in batch else shift_labels(batch["labels"])
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", "shift_labels")}
         logits = self(**inputs).logits
         logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-        labels = batch["labels"][:, 1:]
         nll = torch.nn.functional.cross_entropy(
-            logits[:, :-1].float().transpose(1, 2), labels, ignore_index=-100, reduction="none"
+            logits.float().transpose(1, 2), targets, ignore_index=-100, reduction="none"
         )
-        return {"nll": nll.sum(1), "supervised_tokens": (labels != -100).sum(1)}
+        # where rows are split over ranks, each has the terms of its own tokens
+        nll, counted = gather_sequence(nll, batch), gather_sequence(targets != -100, batch)
+        return {"nll": nll.sum(1), "supervised_tokens": counted.sum(1)}
 
     # ---- export
 
