@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from lightning_nd.strategy import NDStrategy
 
+_KNOWN = (HalfPrecision, MixedPrecision)
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
 
@@ -109,6 +110,15 @@ class NDMixedPrecision(_MeshAware, MixedPrecision):
         return nullcontext()
 
 
+def check_precision(precision: str) -> None:
+    """Raise ValueError for a precision that cannot give one process's numbers here."""
+    if str(precision) not in (*SUPPORTED, "32", "bf16", "64", "None"):
+        raise ValueError(
+            f"NDStrategy: precision={precision!r} is not supported; allowed: {', '.join(SUPPORTED)}. fp16 needs a loss"
+            " scaler that agrees over all meshes, and gains nothing over bf16 where there is bf16: use 'bf16-mixed'."
+        )
+
+
 def adapt_precision(plugin: Precision, strategy: NDStrategy) -> _MeshAware:
     """The mesh-aware counterpart of a plugin that the Trainer has chosen.
 
@@ -127,10 +137,7 @@ def adapt_precision(plugin: Precision, strategy: NDStrategy) -> _MeshAware:
     elif type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
         made = NDMixedPrecision("bf16-mixed", plugin.device)
     else:
-        raise ValueError(
-            f"NDStrategy: precision={getattr(plugin, 'precision', type(plugin).__name__)!r} is not supported; allowed:"
-            f" {', '.join(SUPPORTED)}. fp16 needs a loss scaler that agrees over all meshes, and gains nothing over"
-            " bf16 on hardware that has it: use 'bf16-mixed'."
-        )
+        check_precision(str(getattr(plugin, "precision", "")) if type(plugin) in _KNOWN else type(plugin).__name__)
+        raise ValueError(f"NDStrategy: {type(plugin).__name__} cannot be used; give Trainer(precision=...) instead.")
     made.strategy = strategy
     return made

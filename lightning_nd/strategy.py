@@ -18,10 +18,13 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
 from lightning_nd import gradients
@@ -128,6 +131,7 @@ class NDStrategy(ModelParallelStrategy):
         self._meshes: Meshes | None = None
         self._context: ContextParallel | None = None
         self._accumulating = False
+        self._inject_samplers = False
         self._progress: Progress | None = None
         self._partial: list[nn.Parameter] = []
         self._grad_norm: Tensor | None = None
@@ -246,6 +250,7 @@ class NDStrategy(ModelParallelStrategy):
         # Under the local launcher the ranks share a folder of its own; else the run's, which nodes share if they can.
         folder = os.environ.get(_REPORTS) or os.path.join(trainer.default_root_dir, ".progress")
         self._progress = Progress(Path(folder), self.global_rank)
+        self._take_over_samplers(trainer)
         check_layout(self.lightning_module, self.dims)
         for root in roots.find_roots(self.lightning_module, self.dims.tp):
             parallelize(root, self)
@@ -275,6 +280,32 @@ class NDStrategy(ModelParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else adapt_precision(plugin, self)
+
+    # -- loaders --------------------------------------------------------------------------------------------------
+
+    def _take_over_samplers(self, trainer: pl.Trainer) -> None:
+        """In fit, give loaders their samplers ourselves: Lightning's shuffles every training loader it touches."""
+        connector = trainer._accelerator_connector
+        self._inject_samplers = self._inject_samplers or connector.use_distributed_sampler
+        connector.use_distributed_sampler = self._inject_samplers and trainer.state.fn != TrainerFn.FITTING
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Split a loader over the data ranks in the order that the user gave it: shuffled only if it was."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if (
+            not self._inject_samplers
+            or trainer.state.fn != TrainerFn.FITTING
+            or not isinstance(dataloader, DataLoader)
+            or isinstance(dataloader.sampler, DistributedSampler)
+            or has_iterable_dataset(dataloader)
+        ):
+            return dataloader
+        shuffled = not isinstance(dataloader.sampler, SequentialSampler)
+        overfit: float = trainer.overfit_batches  # type: ignore[attr-defined]
+        sampler = _get_distributed_sampler(dataloader, shuffled, overfit, **self.distributed_sampler_kwargs)
+        return _update_dataloader(dataloader, sampler)
 
     # -- batches --------------------------------------------------------------------------------------------------
 

@@ -255,3 +255,37 @@ def _metric(rank: int, world_size: int) -> float:
 def test_torchmetrics_do_not_count_tp_peers(pool: Pool) -> None:
     # Two data ranks, two batches of two rows each.
     assert pool.run(_metric, 4) == [8.0] * 4
+
+
+# -- order of rows ----------------------------------------------------------------------------------------------------
+
+
+def _order(rank: int, world_size: int, shuffle: bool) -> list[int]:
+    class Watching(Module):
+        def __init__(self) -> None:
+            super().__init__(lambda: make_model("llama"))
+            self.seen: list[int] = []
+
+        def training_step(self, batch: Batch, index: int) -> Tensor:
+            self.seen += batch["input_ids"][:, 0].tolist()
+            return super().training_step(batch, index)
+
+        def train_dataloader(self) -> Any:
+            ids = torch.arange(8)[:, None].expand(8, 6)
+            return DataLoader([{"input_ids": i, "labels": i} for i in ids], batch_size=2, shuffle=shuffle)  # type: ignore[arg-type]
+
+    module = Watching()
+    tiny_trainer(rank, world_size, NDStrategy(), max_epochs=1).fit(module)
+    return module.seen
+
+
+def test_a_loader_that_is_not_shuffled_stays_so(pool: Pool) -> None:
+    assert pool.run(_order, 1, False) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    # The global batch of a step is the next rows, as one process with twice the batch size would read them.
+    assert pool.run(_order, 2, False) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_a_shuffled_loader_gives_each_row_to_one_data_rank(pool: Pool) -> None:
+    first, second = pool.run(_order, 2, True)
+    assert sorted(first + second) == list(range(8))
+    assert first != [0, 2, 4, 6]

@@ -25,6 +25,7 @@ from lightning_nd.callbacks import LossPlot, ProgressBar, ScoreWriter, Throughpu
 from lightning_nd.cli.keys import ConfigError, KeyChecker
 from lightning_nd.cli.paths import PathResolver
 from lightning_nd.launch import check_world, is_interactive, resolve_devices
+from lightning_nd.precision import check_precision
 from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, configure_optimizers
 from lightning_nd.strategy import NDStrategy
 
@@ -174,6 +175,8 @@ class NDCLI(LightningCLI):
                 " Leave trainer.strategy at 'nd', or put the settings into the strategy's init_args."
             )
         if config.trainer.strategy == "nd":
+            if config.trainer.precision is not None:
+                check_precision(str(config.trainer.precision))
             degrees = {key: config.nd[key] for key in ("dp_replicate", "dp_shard", "cp", "tp")}
             on_gpu = config.trainer.accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
             nodes = config.trainer.num_nodes

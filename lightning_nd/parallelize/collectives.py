@@ -21,9 +21,15 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     if size == 1:
         return x
     x = x.contiguous()
+    shape = (*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+    # The result must own its memory: FSDP2 warns of modules that return views.
+    if x.shape[:dim].numel() == 1:  # one row: the shards already follow each other
+        whole = x.new_empty(shape)
+        dist.all_gather_into_tensor(whole.view(-1), x.view(-1), group=group)
+        return whole
     gathered = x.new_empty((size, *x.shape))
     dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=group)
-    return gathered.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+    return torch.cat(gathered.unbind(0), dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -50,7 +56,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 def own_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """This rank's shard of ``dim``, which the group's size must divide."""
     size = x.shape[dim] // group.size()
-    return x.narrow(dim, group.rank() * size, size).contiguous()
+    return x.narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
 
 
 class _Identity_AllReduce(torch.autograd.Function):

@@ -94,6 +94,8 @@ class SequenceShard:
                 " Two forwards of different lengths are in flight; use the strategy's activation_checkpointing instead"
                 " of the model's own."
             )
+        if hidden.shape[SEQUENCE_DIM] == self.length:
+            return hidden
         # Contiguous: model code takes views of it.
         return hidden.narrow(SEQUENCE_DIM, 0, self.length).contiguous()
 

@@ -121,7 +121,8 @@ class Colwise(Style):
 
             def gather(y: Tensor) -> Tensor:
                 y = F.pad(y, (0, shard - y.shape[-1])) if y.shape[-1] < shard else y
-                return comm.allgather_slice(y, y.dim() - 1, site.group)[..., :width].contiguous()
+                whole = comm.allgather_slice(y, y.dim() - 1, site.group)
+                return whole if whole.shape[-1] == width else whole[..., :width].contiguous()
 
             _map_output(module, gather)
 
