@@ -70,7 +70,8 @@ class ParallelDims:
                 f"ParallelDims: {picture} does not fit {world_size} rank{'s' if world_size > 1 else ''}:"
                 f" the given degrees multiply to {fixed}, and the product of all degrees must be the number of ranks."
                 f" Allowed degrees are divisors of {world_size} ({', '.join(map(str, smaller))}); change one, leave"
-                " dp_shard at 'auto', or start another number of processes (devices × num_nodes)."
+                f" dp_shard at 'auto', or start {fixed}{' or a multiple of it' if autos else ''} processes (devices ×"
+                " num_nodes)."
             )
         resolved = {axis: world_size // fixed if degree == "auto" else degree for axis, degree in given.items()}
         return cls(**resolved)
