@@ -11,6 +11,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Tests give their ranks the time of an idle machine; allow for a busy one.
+export TEST_TIMEOUT_SCALE ?= 3
 
 .PHONY: help install quickstart quickstart-smollm2 test lint docs bench clean
 help:
