@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -108,6 +109,16 @@ class NDMixedPrecision(_MeshAware, MixedPrecision):
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        # MixedPrecision refuses fused optimizers here, because they undo a loss scale themselves; bf16 has no scale.
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
 
 def check_precision(precision: str) -> None:

@@ -398,7 +398,7 @@ def _forget() -> None:
     """Drop the process group and every cache that knows its meshes."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor import _collective_utils, _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     # DTensor's caches are keyed on meshes and hold them. An equal mesh of the next run must not find their entries,
@@ -406,9 +406,11 @@ def _forget() -> None:
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     gc.collect()  # modules in reference cycles hold groups and hooks
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()  # and what only they held
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.use_deterministic_algorithms(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parity import train_parallel
 from pool import Pool, WorkerError, WorkerTimeout, tiny_trainer
-from torch.distributed.device_mesh import init_device_mesh
+from reference import make_batches
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
@@ -45,6 +48,15 @@ def _mesh_matmul(rank: int, world_size: int, shape: tuple[int, int]) -> float:
     product = x @ x
     assert isinstance(product, DTensor)
     return product.full_tensor().sum().item()
+
+
+def _train_on_a_mesh(rank: int, world_size: int) -> None:
+    train_parallel(rank, world_size, "llama", (1, 2, 2), make_batches(1))
+
+
+def _threads_and_meshes(rank: int, world_size: int) -> tuple[int, int]:
+    meshes = [o for o in gc.get_objects() if isinstance(o, DeviceMesh)]
+    return len(os.listdir("/proc/self/task")), len(meshes)
 
 
 def _leave_traces(rank: int, world_size: int) -> None:
@@ -119,6 +131,13 @@ def test_meshes_do_not_leak_between_runs(pool: Pool) -> None:
     for shape in [(2, 2), (1, 4), (2, 2), (4, 1), (2, 2)]:
         expected = (torch.arange(16.0).reshape(4, 4) @ torch.arange(16.0).reshape(4, 4)).sum().item()
         assert pool.run(_mesh_matmul, 4, shape) == [expected] * 4
+
+
+def test_groups_end_with_their_run(pool: Pool) -> None:
+    """Something that still holds a mesh would keep the threads of its groups alive, a dozen more each run."""
+    pool.run(_mesh_matmul, 4, (2, 2))
+    pool.run(_train_on_a_mesh, 4)
+    assert pool.run(_threads_and_meshes, 4, process_group=False) == [(1, 0)] * 4
 
 
 def test_state_does_not_leak_between_runs(pool: Pool) -> None:
