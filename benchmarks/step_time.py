@@ -1,6 +1,8 @@
 """Training-step speed against a hand-written torch loop and transformers' own parallelism.
 
-Same model, layout, optimizer and batches, in the same processes, in alternating rounds; medians and ratios only.
+Same model, layout, optimizer and batches, in the same processes, in alternating rounds. A ratio is the median of the
+rounds' ratios, each of neighbouring measurements, so that a machine that slows down meanwhile does not decide; the
+range beside it says how far to trust it.
 
     python benchmarks/step_time.py                      # CPU, gloo, 4 processes
     python benchmarks/step_time.py --device cuda        # one process per GPU
@@ -36,8 +38,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=0, help="default: 4 on CPU, the visible GPUs on CUDA")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6, help="measured steps a round, after one that is not")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=4, help="measured steps a round, after one that is not")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--sequence", type=int, default=256)
@@ -56,15 +58,19 @@ def main() -> None:
             torch.multiprocessing.spawn(rank_main, (ranks, layout, folder, str(output), options), nprocs=ranks)
             results[layout] = json.loads(output.read_text())
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {os.cpu_count()} cores"
-    print(f"\n{device}, {ranks} ranks, torch {torch.__version__}; median of {options.rounds} alternating rounds")
-    print(f"{'layout':10s} {'ours tok/s':>11s} {'÷ torch':>9s} {'÷ transformers':>15s} {'÷ faster':>9s}")
+    print(f"\n{device}, {ranks} ranks, torch {torch.__version__}; {options.rounds} alternating rounds")
+    print(f"{'layout':10s} {'ours tok/s':>11s}   {'÷ torch':<23s} {'÷ transformers':<23s}")
     for layout, rates in results.items():
-        ours, others = rates["ours"], {k: v for k, v in rates.items() if k != "ours"}
-        best = max(others.values())
-        cells = [f"{ours / others[k]:.3f}" if k in others else "-" for k in ("torch", "transformers")]
-        print(f"{layout:10s} {ours:11.0f} {cells[0]:>9s} {cells[1]:>15s} {ours / best:9.3f}")
+        cells = [describe(rates["ours"], rates[k]) if k in rates else "-" for k in ("torch", "transformers")]
+        print(f"{layout:10s} {statistics.median(rates['ours']):11.0f}   {cells[0]:<23s} {cells[1]:<23s}")
     if options.json:
         options.json.write_text(json.dumps({"device": device, "ranks": ranks, "tokens_per_s": results}, indent=1))
+
+
+def describe(ours: list[float], theirs: list[float]) -> str:
+    """The median of the rounds' ratios and their range."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def make_model(folder: Path, options: argparse.Namespace) -> None:
@@ -88,7 +94,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
 
 
 def rank_main(rank: int, ranks: int, layout: str, folder: str, output: str, options: argparse.Namespace) -> None:
-    """Measure one layout on one rank; rank 0 writes tokens/s by contender."""
+    """Measure one layout on one rank; rank 0 writes tokens/s by contender and round."""
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     warnings.filterwarnings("ignore")
     import logging
@@ -114,13 +120,14 @@ def rank_main(rank: int, ranks: int, layout: str, folder: str, output: str, opti
         if rank == 0:
             print(f"transformers' DistributedConfig is left out: {type(error).__name__}: {error}")
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(options.rounds):
-        for name, run in contenders.items():
+    for number in range(options.rounds):
+        order = list(contenders.items())
+        for name, run in order if number % 2 else order[::-1]:
             dist.barrier()
             times[name].append(statistics.median(run(options.steps)))
     if rank == 0:
         tokens = options.batch * options.sequence * degrees["dp_shard"]
-        rates = {name: tokens / statistics.median(values) for name, values in times.items()}
+        rates = {name: [tokens / seconds for seconds in values] for name, values in times.items()}
         Path(output).write_text(json.dumps(rates))
     dist.barrier()
     dist.destroy_process_group()

@@ -52,10 +52,13 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh, options: ShardingOptio
     usual = _usual_dtype(model)
     for _, block in find_blocks(model):
         _shard_unit(block, usual, settings)
+    # What backward needs first is not resharded in between: the head's parameters and the root's own.
+    kept = {**settings, "reshard_after_forward": False}
     for module in _embeddings(model):
-        _shard_unit(module, usual, settings)
-    # The root's own parameters are needed at once by backward: do not reshard them in between.
-    _shard_unit(model, usual, {**settings, "reshard_after_forward": False})
+        _shard_unit(module, usual, kept if module is _head(model) else settings)
+        if isinstance(module, nn.Embedding) and isinstance(module, FSDPModule):
+            module.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
+    _shard_unit(model, usual, kept)
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
@@ -69,6 +72,11 @@ def _embeddings(model: nn.Module) -> list[nn.Module]:
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     alone = all(owners[id(p)] == 1 for module in found for p in module.parameters())
     return [m for m in found if not isinstance(m, FSDPModule)] if alone else []
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    return getter() if getter is not None else None
 
 
 def _shard_unit(module: nn.Module, usual: torch.dtype, settings: dict[str, Any]) -> None:
