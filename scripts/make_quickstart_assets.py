@@ -92,10 +92,10 @@ def batches(encoder: Encoder, dialogues: list[Messages], rows: int) -> Iterator[
         yield collate([{"input_ids": torch.tensor(e.input_ids), "labels": torch.tensor(e.labels)} for e in chosen])
 
 
-def stream(encoder: Encoder, rows: int, length: int) -> Iterator[Batch]:
+def stream(encoder: Encoder, rows: int, length: int, *, general: float) -> Iterator[Batch]:
     """Batches cut out of an endless text of dialogues, without any padding."""
     left: list[int] = []
-    for dialogue in pretraining_dialogues(2):
+    for dialogue in pretraining_dialogues(2, general):
         left += encoder(parse_row({"messages": dialogue})).input_ids
         if len(left) >= rows * length:
             ids = torch.tensor(left[: rows * length]).view(rows, length)
@@ -159,7 +159,9 @@ def main() -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters")
-    train(model, stream(Encoder(tokenizer, "all"), rows=16, length=128), options.steps, lr=4e-3)
+    encoder = Encoder(tokenizer, "all")
+    train(model, stream(encoder, rows=16, length=128, general=0.0), options.steps, lr=4e-3)
+    train(model, stream(encoder, rows=16, length=128, general=0.4), options.steps // 4, lr=1.5e-3)
     model.to(torch.bfloat16).save_pretrained(options.out / "model")
     tokenizer.save_pretrained(options.out / "model")
 

@@ -40,8 +40,8 @@ def test_the_quickstart_model_takes_the_quickstart_set():
     assert data.dataset("train").lengths.max() <= model.config.max_position_embeddings
     batch = next(iter(data.val_dataloader()))
     assert len(data.tokenizer) == model.config.vocab_size
-    # It answers, but other facts than those of the set: they are what the quickstart teaches.
-    assert 3 < model(**batch).loss.item() < 15
+    # It speaks the language of the set: far below the loss of a uniform guess, 6.9.
+    assert model(**batch).loss.item() < 5
     for size in (model.config.hidden_size, model.config.intermediate_size, model.config.num_key_value_heads):
         assert size % 4 == 0
 
