@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before torch is imported, here and in the workers: the ranks of a test share few cores.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Not the user's: tests tokenise afresh, and leave nothing.
+os.environ["LIGHTNING_ND_CACHE"] = tempfile.mkdtemp(prefix="lightning-nd-tests-")
+atexit.register(shutil.rmtree, os.environ["LIGHTNING_ND_CACHE"], ignore_errors=True)
 
 from collections.abc import Iterator  # noqa: E402
 

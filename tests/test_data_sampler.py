@@ -145,6 +145,17 @@ def test_an_uneven_tail_repeats_nothing_and_keeps_ranks_in_step(case, size, rank
         assert sorted(t for e in each for t in e[step]) == sorted(batch)
 
 
+@pytest.mark.parametrize(("ranks", "said"), [(2, ""), (3, "no row is repeated, and 1 rank takes part in it without")])
+def test_the_uneven_tail_is_said(ranks, said, capsys, caplog):
+    """A13: 5 rows; with two ranks both have one to read at the end, with three one has none."""
+    with caplog.at_level("INFO"):
+        module("A13.jsonl", {"num_replicas": ranks, "rank": 0}, micro_batch_size=1).train_dataloader()
+    text = caplog.text + capsys.readouterr().err
+    assert "the last micro-batch of an epoch has" in text
+    assert "0 ranks" not in text
+    assert said in text
+
+
 def test_a_rank_without_a_row_adds_an_exact_zero():
     data = module("A13.jsonl", {"num_replicas": 3, "rank": 2}, micro_batch_size=1)
     *_, last = data.train_dataloader()

@@ -12,15 +12,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_nd.assets import resolve
-from lightning_nd.data.dataset import OnBadRow, OnTooLong, Tally, TokenDataset, build_dataset
+from lightning_nd.data import cache
+from lightning_nd.data.dataset import OnBadRow, OnTooLong, Tally, TokenDataset
 from lightning_nd.data.encode import Encoder, TrainOn
 from lightning_nd.data.errors import DataError
 from lightning_nd.data.loader import Batch, Collator, StatefulLoader
+from lightning_nd.data.node import once_per_node
 from lightning_nd.data.report import check, describe
 from lightning_nd.data.rows import Message
 from lightning_nd.data.sampler import GlobalOrderSampler, SequentialOrderSampler
-from lightning_nd.data.sources import find_files
+from lightning_nd.data.sources import find_files, split_file
 from lightning_nd.data.template import ChatRenderer, prepare_tokenizer
+from lightning_nd.data.tokenise import Policy, tokenise
 
 Files = str | list[str]
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -59,6 +62,9 @@ class ChatDataModule(LightningDataModule):
         shuffle: Read the training rows in another order every epoch.
         seed: Of that order; the one given to ``seed_everything`` if left out.
         num_workers: Processes that collate batches, for each rank.
+        num_proc: Processes that tokenise, on each node; its cores if left out.
+        cache_dir: Folder of tokenised sources; ``$LIGHTNING_ND_CACHE/data`` or ``~/.cache/lightning-nd/data`` if left
+            out. Processes of one node must share it.
         pad_to_multiple_of: Round batch lengths up to a multiple of this.
 
     Raises:
@@ -86,6 +92,8 @@ class ChatDataModule(LightningDataModule):
         shuffle: bool = True,
         seed: int | None = None,
         num_workers: int = 0,
+        num_proc: int | None = None,
+        cache_dir: str | None = None,
         pad_to_multiple_of: int | None = None,
     ) -> None:
         super().__init__()
@@ -97,6 +105,7 @@ class ChatDataModule(LightningDataModule):
         _check_at_least("micro_batch_size", micro_batch_size, 1)
         _check_at_least("eval_micro_batch_size", eval_micro_batch_size, 1)
         _check_at_least("num_workers", num_workers, 0)
+        _check_at_least("num_proc", num_proc, 1)
         _check_at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
         self.files = {"train": train, "val": val, "test": test, "predict": predict}
         self.chat_template = chat_template
@@ -110,6 +119,8 @@ class ChatDataModule(LightningDataModule):
         self.shuffle = shuffle
         self.seed = seed
         self.num_workers = num_workers
+        self.num_proc = num_proc
+        self.cache_dir = cache_dir
         self.pad_to_multiple_of = pad_to_multiple_of
         self._tokenizer_source = tokenizer
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -191,13 +202,7 @@ class ChatDataModule(LightningDataModule):
         """Read, check and tokenise the sources of a stage (``fit``, ``validate``, ``test``, ``predict``)."""
         stages = list(_STAGES) if stage is None else [str(getattr(stage, "value", stage))]
         needed = [name for s in stages for name in _STAGES[s]]
-        try:
-            self._build([name for name in dict.fromkeys(needed) if self.files[name] is not None])
-        except DataError as error:
-            # Every rank finds the same, so one of them tells all of it.
-            if getattr(rank_zero_only, "rank", 0) == 0:
-                raise
-            raise DataError(str(error).splitlines()[0] + " (rank 0 has the whole report)") from None
+        self._build([name for name in dict.fromkeys(needed) if self.files[name] is not None])
         for s in stages if stage is not None else []:
             if self.files[_STAGES[s][0]] is None:
                 raise DataError(f"{s} needs data.{_STAGES[s][0]}, a file or glob, and it is not set")
@@ -206,23 +211,53 @@ class ChatDataModule(LightningDataModule):
         names = [name for name in names if name not in self._datasets]
         if not names:
             return
-        files = {name: find_files(self.files[name] or [], f"data.{name}") for name in names}
+        _ = self.tokenizer  # every rank needs it, so every rank says what is wrong with it
+        for name, (folder, tally) in once_per_node(lambda: self._tokenised(names), self.trainer).items():
+            self._datasets[name], self._tallies[name] = self._open(folder), tally
+        rank_zero_info(self.describe(names))
+
+    def _tokenised(self, names: list[str]) -> dict[str, tuple[Path, Tally]]:
+        """The folders with the tokens of sources, made where there are none yet. One process a node does this."""
         if self._encoder is None:
             self._encoder = Encoder(self.tokenizer, self.train_on)
-        datasets, tallies = {}, {}
-        for name in names:
-            datasets[name], tallies[name] = build_dataset(
-                files[name],
-                self._encoder,
-                pad_id=self._pad_id,
-                max_length=self._longest,
-                on_too_long=self.on_too_long,
-                prompts=name == "predict",
-            )
-        check(tallies, datasets, self.on_bad_row, self.on_too_long)
-        self._datasets.update(datasets)
-        self._tallies.update(tallies)
-        rank_zero_info(self.describe(names))
+        root = cache.cache_folder(self.cache_dir)
+        folders: dict[str, Path] = {}
+        tallies: dict[str, Tally] = {}
+        made: dict[str, Path] = {}
+        try:
+            for name in names:
+                files = find_files(self.files[name] or [], f"data.{name}")
+                pieces, digests = [], []
+                for path in files:
+                    of_file, digest = split_file(path)
+                    pieces += of_file
+                    digests.append(digest)
+                policy = Policy(self._longest, self.on_too_long, prompts=name == "predict")
+                folders[name] = root / cache.key_of(
+                    self.tokenizer, digests, {"train_on": self.train_on, **vars(policy)}
+                )
+                found = cache.find(folders[name], files)
+                if found is None:
+                    label = f"Tokenising {name}" if getattr(rank_zero_only, "rank", 0) == 0 else None
+                    encoded = tokenise(pieces, self._encoder, policy, processes=self.num_proc, label=label)
+                    made[name], found = cache.write(root, encoded, files)
+                tallies[name] = found
+            check(tallies, self.on_bad_row, self.on_too_long, self._longest)
+            for name in list(made):
+                cache.publish(made.pop(name), folders[name])
+        finally:
+            for folder in made.values():
+                cache.discard(folder)
+        return {name: (folders[name], tallies[name]) for name in names}
+
+    def _open(self, folder: Path) -> TokenDataset:
+        try:
+            return TokenDataset(folder, self._pad_id)
+        except OSError as error:
+            raise DataError(
+                f"this rank cannot read the tokens that the first rank of its node has written to {folder} ({error}). "
+                "Set data.cache_dir to a folder that all processes of a node share"
+            ) from error
 
     @property
     def _longest(self) -> int | None:
@@ -258,10 +293,12 @@ class ChatDataModule(LightningDataModule):
             sampler = SequentialOrderSampler(dataset, micro_batch_size=micro_batch_size, **ranks)
         rest = len(dataset) % sampler.rows_per_batch
         if rest and sampler.num_replicas > 1:
+            idle = max(0, sampler.num_replicas - rest)
+            without = f", and {idle} {'rank takes' if idle == 1 else 'ranks take'} part in it without a row"
             rank_zero_info(
                 f"{name}: {len(dataset):,} rows over {sampler.num_replicas} data ranks × {micro_batch_size}: "
                 f"the last micro-batch of an epoch has {rest} of {sampler.rows_per_batch} rows; no row is "
-                f"repeated, and {max(0, sampler.num_replicas - rest)} ranks take part in it without a row"
+                f"repeated{without if idle else ''}"
             )
         on_gpu = trainer is not None and trainer.strategy.root_device.type == "cuda"
         return StatefulLoader(

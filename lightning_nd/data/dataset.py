@@ -1,9 +1,10 @@
-"""The tokenised rows of one source, and how they are made."""
+"""The tokenised rows of one source: four flat arrays in a folder, memory-mapped by every process that reads them."""
 
-from collections.abc import Iterable
+import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,57 +12,43 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_nd.data.encode import IGNORE, Encoder, Example
-from lightning_nd.data.errors import BadRow, DataError, RowError, Where
-from lightning_nd.data.rows import Conversation, parse_row
-from lightning_nd.data.sources import read_rows
+from lightning_nd.data.encode import IGNORE
+from lightning_nd.data.errors import BadRow, RowLog, Where
 
 OnBadRow = Literal["error", "skip"]
 OnTooLong = Literal["error", "drop", "truncate"]
 
 #: The row number of a data rank that has no row left: an example without a supervised token.
 NO_ROW = -1
+META = "meta.json"
+#: Name and type of each array in a folder.
+ARRAYS: dict[str, type[np.generic]] = {
+    "input_ids": np.int32,  # [tokens] ids of all rows, one after the other
+    "labels": np.int32,  # [tokens] -100 where unsupervised
+    "lengths": np.int32,  # [rows]
+    "supervised": np.int32,  # [rows] tokens of each row that the loss is over
+}
 
 
 class TokenDataset(Dataset[dict[str, Tensor]]):
-    """Tokenised rows in three flat arrays, so that worker processes share them.
+    """The tokenised rows in a folder that `lightning_nd.data.cache` has written. Pickles as the folder's name.
 
     Args:
-        input_ids: ``[tokens]`` ids of all rows, one after the other.
-        labels: ``[tokens]`` label of each id, -100 where unsupervised.
-        bounds: ``[rows + 1]`` where each row starts.
+        folder: Holds ``<name>.bin`` for each of ``ARRAYS``.
         pad_id: The id that stands in the example of ``NO_ROW``.
 
     """
 
-    def __init__(
-        self,
-        input_ids: npt.NDArray[np.int32],
-        labels: npt.NDArray[np.int32],
-        bounds: npt.NDArray[np.int64],
-        pad_id: int,
-    ) -> None:
-        self.input_ids, self.labels, self.bounds = input_ids, labels, bounds
-        self.pad_id = pad_id
+    def __init__(self, folder: Path, pad_id: int) -> None:
+        self.folder, self.pad_id = folder, pad_id
+        self.input_ids, self.labels, self.lengths, self.supervised = (read_array(folder, name) for name in ARRAYS)
+        self.bounds: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
-    @classmethod
-    def from_examples(cls, examples: Iterable[Example], pad_id: int) -> "TokenDataset":
-        """Gather examples into flat arrays."""
-        ids, labels, bounds = [], [], [0]
-        for example in examples:
-            ids.append(np.asarray(example.input_ids, dtype=np.int32))
-            labels.append(np.asarray(example.labels, dtype=np.int32))
-            bounds.append(bounds[-1] + len(example.input_ids))
-        empty = np.zeros(0, dtype=np.int32)
-        return cls(
-            np.concatenate([empty, *ids]),
-            np.concatenate([empty, *labels]),
-            np.asarray(bounds, np.int64),
-            pad_id,
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder, self.pad_id)
 
     def __len__(self) -> int:
-        return len(self.bounds) - 1
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``input_ids`` and ``labels`` of a row, each ``[length]`` int64."""
@@ -76,22 +63,29 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         }
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """``[rows]`` tokens of each row."""
-        return np.diff(self.bounds)
-
-    @property
     def supervised_tokens(self) -> int:
         """Number of tokens that the loss is over."""
-        return int((self.labels != IGNORE).sum())
+        return int(self.supervised.sum(dtype=np.int64))
+
+
+def read_array(folder: Path, name: str) -> npt.NDArray[Any]:
+    """Map one array of a folder into memory, read only."""
+    path = folder / f"{name}.bin"
+    if not path.stat().st_size:  # an empty file cannot be mapped
+        return np.zeros(0, dtype=ARRAYS[name])
+    return np.memmap(path, dtype=ARRAYS[name], mode="r")
 
 
 @dataclass
 class Tally:
     """What happened to the rows of one source on the way in."""
 
-    bad: list[BadRow] = field(default_factory=list)
-    too_long: list[BadRow] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    rows: int = 0
+    supervised: int = 0
+    bad: RowLog = field(default_factory=RowLog)
+    too_long: RowLog = field(default_factory=RowLog)
+    longest: int = 0  # tokens, of all rows before any was dropped or cut
     dropped_rows: int = 0
     dropped_tokens: int = 0
     truncated_rows: int = 0
@@ -100,81 +94,34 @@ class Tally:
     context_rows: int = 0
     unclosed_rows: int = 0
 
+    def add(self, other: "Tally") -> None:
+        """Take in the tally of the rows that follow."""
+        for name, value in vars(other).items():
+            if isinstance(value, RowLog):
+                getattr(self, name).extend(value)
+            elif name == "longest":
+                self.longest = max(self.longest, value)
+            elif name != "files":
+                setattr(self, name, getattr(self, name) + value)
 
-def build_dataset(
-    files: list[Path],
-    encoder: Encoder,
-    *,
-    pad_id: int,
-    max_length: int | None,
-    on_too_long: OnTooLong,
-    prompts: bool = False,
-) -> tuple[TokenDataset, Tally]:
-    """Read, check and tokenise every row of the files.
+    def to_json(self) -> str:
+        """As text; files go by their place in ``files``, so that the text holds for copies of them."""
 
-    All rows are gone through before anything is refused, so that one report can name every bad row.
+        def log(rows: RowLog) -> dict[str, Any]:
+            places = [(self.files.index(r.where.path), r.where.number, r.where.unit) for r in rows.first]
+            listed = [(*p, r.reason, r.roles) for p, r in zip(places, rows.first, strict=True)]
+            return {"first": listed, "rest": dict(rows.rest)}
 
-    Args:
-        files: Absolute paths.
-        encoder: Makes ids and labels.
-        pad_id: For the example of a rank without a row.
-        max_length: Longest row in tokens; None for no limit.
-        on_too_long: What becomes of a longer row.
-        prompts: Rows may be prompts without an answer, and need no supervised token.
+        values = {name: log(v) if isinstance(v, RowLog) else v for name, v in vars(self).items() if name != "files"}
+        return json.dumps(values)
 
-    Raises:
-        DataError: there is a conversation but no chat template; said at the first one.
-
-    """
-    tally = Tally()
-    examples: list[Example] = []
-    for path in files:
-        for raw in read_rows(path):
-            if raw.value is None:
-                tally.bad.append(BadRow(raw.where, raw.problem or "not a row"))
-                continue
-            try:
-                row = parse_row(raw.value, prompts=prompts)
-                if isinstance(row.content, Conversation) and encoder.renderer is None:
-                    raise _no_template(raw.where, encoder)
-                example = encoder(row)
-                if example.supervised == 0 and not (example.context_only or prompts):
-                    raise RowError(f"no supervised token with train_on: {encoder.train_on}")
-            except RowError as error:
-                tally.bad.append(BadRow(raw.where, error.reason, error.roles))
-                continue
-            if not _fits(example, raw.where, max_length, on_too_long, tally, prompts):
-                continue
-            tally.context_rows += example.context_only
-            tally.unclosed_rows += not example.closed
-            examples.append(example)
-    return TokenDataset.from_examples(examples, pad_id), tally
-
-
-def _fits(
-    example: Example, where: Where, max_length: int | None, policy: OnTooLong, tally: Tally, prompts: bool
-) -> bool:
-    """Whether a row stays, after the policy was applied to it in case it is too long."""
-    length = len(example.input_ids)
-    if max_length is None or length <= max_length:
-        return True
-    tally.too_long.append(BadRow(where, f"{length} tokens, max_length is {max_length}"))
-    if policy == "truncate":
-        example.input_ids = example.input_ids[:max_length]
-        example.labels = example.labels[:max_length]
-        if example.supervised or example.context_only or prompts:
-            tally.truncated_rows += 1
-            tally.truncated_tokens += length - max_length
-            return True
-        tally.emptied_rows += 1
-    tally.dropped_rows += 1
-    tally.dropped_tokens += length
-    return False
-
-
-def _no_template(where: Where, encoder: Encoder) -> DataError:
-    return DataError(
-        f"{where} is a conversation ('messages'), and the tokenizer {encoder.tokenizer.name_or_path!r} has "
-        "no chat template. Set data.chat_template to a Jinja file, or data.tokenizer to one with a template "
-        "(an instruct version of the model), or use rows of 'prompt' and 'completion'"
-    )
+    @classmethod
+    def from_json(cls, text: str, files: list[Path]) -> "Tally":
+        """Read back what ``to_json`` wrote, for these files."""
+        values = json.loads(text)
+        for name in ("bad", "too_long"):
+            first = [
+                BadRow(Where(files[f], n, unit), reason, roles) for f, n, unit, reason, roles in values[name]["first"]
+            ]
+            values[name] = RowLog(first, Counter(values[name]["rest"]))
+        return cls(files, **values)

@@ -1,10 +1,10 @@
 """What goes wrong with data, and how it is told."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-#: How many rows one report lists in full; the rest is counted by reason.
+#: How many bad rows one report lists in full; the rest is counted by reason.
 MAX_LISTED = 100
 
 
@@ -51,10 +51,34 @@ class BadRow:
         return f"{self.where}: {self.reason}" + (f" [roles: {self.roles}]" if self.roles else "")
 
 
-def list_rows(rows: list[BadRow]) -> str:
-    """One indented line per row; beyond ``MAX_LISTED`` rows the rest is counted by reason."""
-    lines = [f"  {row}" for row in rows[:MAX_LISTED]]
-    if rest := rows[MAX_LISTED:]:
-        lines.append(f"  … and {len(rest)} more:")
-        lines += [f"    {n} × {reason}" for reason, n in Counter(row.reason for row in rest).most_common(10)]
-    return "\n".join(lines)
+@dataclass
+class RowLog:
+    """Rows that something is the matter with: the first ``MAX_LISTED`` as they are, the others counted by reason."""
+
+    first: list[BadRow] = field(default_factory=list)
+    rest: Counter[str] = field(default_factory=Counter)
+
+    def add(self, row: BadRow) -> None:
+        """Note one row."""
+        if len(self.first) < MAX_LISTED:
+            self.first.append(row)
+        else:
+            self.rest[row.reason] += 1
+
+    def extend(self, other: "RowLog") -> None:
+        """Note the rows of another log behind those of this one."""
+        for row in other.first:
+            self.add(row)
+        self.rest.update(other.rest)
+
+    def __len__(self) -> int:
+        return len(self.first) + self.rest.total()
+
+    def listing(self, at_most: int = MAX_LISTED) -> str:
+        """One indented line per row; beyond ``at_most`` rows the rest is counted."""
+        lines = [f"  {row}" for row in self.first[:at_most]]
+        if (rest := len(self) - at_most) > 0:
+            lines.append(f"  … and {rest:,} more" + (":" if at_most == MAX_LISTED else ""))
+        if at_most == MAX_LISTED:
+            lines += [f"    {n:,} × {reason}" for reason, n in self.rest.most_common(10)]
+        return "\n".join(lines)

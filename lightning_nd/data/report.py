@@ -5,54 +5,61 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_nd.data.dataset import OnBadRow, OnTooLong, Tally, TokenDataset
 from lightning_nd.data.encode import IGNORE
-from lightning_nd.data.errors import DataError, list_rows
+from lightning_nd.data.errors import DataError, RowLog
 
 OPEN, CLOSE = "⟦", "⟧"
+#: How many rows that are too long one report lists; there is no mending them one by one.
+LONG_LISTED = 5
 
 
 def check(
-    tallies: dict[str, Tally], datasets: dict[str, TokenDataset], on_bad_row: OnBadRow, on_too_long: OnTooLong
+    tallies: dict[str, Tally], on_bad_row: OnBadRow, on_too_long: OnTooLong, max_length: int | None = None
 ) -> None:
     """Refuse datasets with bad rows, or with nothing left to learn.
 
     Args:
         tallies: By name of the source (train, val, …).
-        datasets: The rows that are left, by the same names.
         on_bad_row: ``error`` refuses, ``skip`` has left them out.
         on_too_long: As applied already.
+        max_length: As applied already; for the message.
 
     Raises:
         DataError: one report over all sources, a line per row.
 
     """
-    bad = [row for tally in tallies.values() for row in tally.bad] if on_bad_row == "error" else []
-    long = [row for tally in tallies.values() for row in tally.too_long] if on_too_long == "error" else []
+    bad, long = RowLog(), RowLog()
+    for tally in tallies.values():
+        if on_bad_row == "error":
+            bad.extend(tally.bad)
+        if on_too_long == "error":
+            long.extend(tally.too_long)
     parts = []
     if bad:
         parts.append(
-            f"{_count(len(bad), 'row')} cannot be used:\n{list_rows(bad)}\n"
+            f"{_count(len(bad), 'row')} cannot be used:\n{bad.listing()}\n"
             "Mend the file, or set data.on_bad_row: skip to leave such rows out, counted and listed."
         )
     if long:
         parts.append(
-            f"{_count(len(long), 'row')} longer than data.max_length:\n{list_rows(long)}\n"
+            f"{_count(len(long), 'row')} longer than data.max_length ({max_length:,} tokens), the longest "
+            f"{max(tally.longest for tally in tallies.values()):,} tokens:\n{long.listing(LONG_LISTED)}\n"
             "Raise data.max_length, or set data.on_too_long: drop or truncate (both are counted)."
         )
     if not parts:
         parts = [
-            f"{name}: nothing is left to learn from ({_why_empty(tallies[name], on_bad_row)})"
-            for name, dataset in datasets.items()
-            if name != "predict" and dataset.supervised_tokens == 0
+            f"{name}: nothing is left to learn from ({_why_empty(tally, on_bad_row)})"
+            for name, tally in tallies.items()
+            if name != "predict" and tally.supervised == 0
         ]
-    if not parts and "predict" in datasets and not len(datasets["predict"]):
+    if not parts and "predict" in tallies and not tallies["predict"].rows:
         parts.append(f"predict: no row is left ({_why_empty(tallies['predict'], on_bad_row)})")
     if parts:
         raise DataError("\n".join(parts))
 
 
 def _why_empty(tally: Tally, on_bad_row: OnBadRow) -> str:
-    happened = _what_happened(tally, on_bad_row) or "no row was read"
-    return happened + (":\n" + list_rows(tally.bad) + "\n" if tally.bad else "")
+    happened = _what_happened(tally, on_bad_row) or "there is no row in " + ", ".join(map(str, tally.files))
+    return happened + (":\n" + tally.bad.listing() + "\n" if tally.bad else "")
 
 
 def _count(n: int, what: str) -> str:
@@ -92,7 +99,7 @@ def describe(
     if happened:
         lines.append(f"  {happened}")
     if tally.bad and on_bad_row == "skip":
-        lines += ["  " + line for line in list_rows(tally.bad).splitlines()]
+        lines += ["  " + line for line in tally.bad.listing().splitlines()]
     if tally.unclosed_rows:
         lines.append(
             f"  warning: in {_count(tally.unclosed_rows, 'row')} the last supervised turn has no end token, "

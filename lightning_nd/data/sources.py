@@ -1,8 +1,12 @@
-"""Reading rows from JSONL, JSON and Parquet files, each with the place it came from."""
+"""Reading rows from JSONL, JSON, CSV and Parquet files, each with the place it came from."""
 
+import csv
 import glob
+import hashlib
+import io
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -13,7 +17,9 @@ from lightning_nd.data.errors import DataError, Where
 
 _BOM = b"\xef\xbb\xbf"
 _LINES = (".jsonl", ".ndjson")
-_FORMATS = ".jsonl, .ndjson, .json, .parquet"
+SUFFIXES = (*_LINES, ".json", ".csv", ".parquet")
+_JSON_COLUMNS = ("messages", "tools", "input_ids", "labels", "train")
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,57 @@ def find_files(patterns: str | PathLike[str] | Sequence[str | PathLike[str]], se
             )
         files += [p for p in found if p not in files]
     for path in files:
-        if path.suffix.lower() not in (*_LINES, ".json", ".parquet"):
-            raise DataError(f"{setting}: {path} has an unknown format {path.suffix!r}; allowed are {_FORMATS}")
+        if path.suffix.lower() not in SUFFIXES:
+            allowed = ", ".join(SUFFIXES)
+            raise DataError(f"{setting}: {path} has an unknown format {path.suffix!r}; allowed are {allowed}")
     if not files:
         raise DataError(f"{setting}: an empty list of files")
     return files
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a file that can be read on its own; ``stop`` None is its end.
+
+    ``start`` and ``stop`` are bytes in files of lines, rows in Parquet. ``number`` is the number of the first row or
+    line, ``size`` the bytes (in Parquet, an estimate).
+    """
+
+    path: Path
+    start: int
+    stop: int | None
+    number: int
+    size: int
+
+
+def split_file(path: Path) -> tuple[list[Piece], str]:
+    """Cut a file into pieces of about ``_PIECE`` bytes, and digest its content; both in one pass over it."""
+    digest = hashlib.sha256()
+    by_lines = is_lines(path)
+    pieces: list[Piece] = []
+    start, line, end = 0, 1, 0
+    with path.open("rb") as file:
+        while block := file.read(_PIECE):
+            if by_lines and not block.endswith(b"\n"):
+                block += file.readline()
+            digest.update(block)
+            end += len(block)
+            if by_lines:
+                pieces.append(Piece(path, start, end, line, end - start))
+                start, line = end, line + block.count(b"\n")
+    if path.suffix.lower() == ".parquet":
+        pieces = _split_parquet(path, end)
+    elif not by_lines:
+        pieces = [Piece(path, 0, None, 1, end)]
+    # The same bytes are other rows in another format.
+    digest.update(path.suffix.lower().encode())
+    return pieces, digest.hexdigest()
+
+
+def is_lines(path: Path) -> bool:
+    """Whether each line of a file is a row of its own."""
+    suffix = path.suffix.lower()
+    return suffix in _LINES or (suffix == ".json" and not _starts_with_bracket(path))
 
 
 def read_rows(path: Path) -> Iterator[RawRow]:
@@ -70,13 +122,20 @@ def read_rows(path: Path) -> Iterator[RawRow]:
     Text is UTF-8 with or without a byte-order mark. A byte that is not UTF-8 is a problem of its line, never
     replaced. Blank lines are no rows.
     """
-    suffix = path.suffix.lower()
+    yield from read_piece(Piece(path, 0, None, 1, 0))
+
+
+def read_piece(piece: Piece) -> Iterator[RawRow]:
+    """As ``read_rows``, for a piece of a file."""
+    suffix = piece.path.suffix.lower()
     if suffix == ".parquet":
-        yield from _read_parquet(path)
-    elif suffix == ".json" and _starts_with_bracket(path):
-        yield from _read_json_array(path)
+        yield from _read_parquet(piece)
+    elif suffix == ".csv":
+        yield from _read_csv(piece.path)
+    elif is_lines(piece.path):
+        yield from _read_lines(piece)
     else:
-        yield from _read_lines(path)
+        yield from _read_json_array(piece.path)
 
 
 def _starts_with_bracket(path: Path) -> bool:
@@ -109,9 +168,14 @@ def _bad_byte(error: UnicodeDecodeError) -> str:
     return f"byte 0x{byte:02x} at byte {error.start + 1} of the line is not valid UTF-8 ({error.reason})"
 
 
-def _read_lines(path: Path) -> Iterator[RawRow]:
+def _read_lines(piece: Piece) -> Iterator[RawRow]:
+    path, at = piece.path, piece.start
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        file.seek(at)
+        for number, line in enumerate(file, start=piece.number):
+            if piece.stop is not None and at >= piece.stop:
+                return
+            at += len(line)
             if number == 1:
                 if line.startswith((b"\xff\xfe", b"\xfe\xff")):
                     raise DataError(f"{path} is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8")
@@ -174,19 +238,91 @@ def _skip_space(text: str, at: int) -> int:
     return at
 
 
-def _read_parquet(path: Path) -> Iterator[RawRow]:
-    import pyarrow as pa
+def _split_parquet(path: Path, size: int) -> list[Piece]:
     import pyarrow.parquet as pq
 
-    try:
-        file = pq.ParquetFile(path)
-        number = 0
-        for batch in file.iter_batches(batch_size=1024):
+    with _readable(path):
+        metadata = pq.read_metadata(path)
+        counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    pieces, row = [], 0
+    for group, count in enumerate(counts):
+        pieces.append(Piece(path, group, group + 1, row + 1, size * count // max(1, sum(counts))))
+        row += count
+    return pieces
+
+
+def _read_parquet(piece: Piece) -> Iterator[RawRow]:
+    import pyarrow.parquet as pq
+
+    with _readable(piece.path), pq.ParquetFile(piece.path) as file:
+        groups = range(piece.start, file.num_row_groups if piece.stop is None else piece.stop)
+        number = piece.number
+        for batch in file.iter_batches(batch_size=1024, row_groups=list(groups)):
             for row in batch.to_pylist():
+                yield RawRow(Where(piece.path, number, "row"), _without_nulls(row))
                 number += 1
-                yield RawRow(Where(path, number, "row"), _without_nulls(row))
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+def _read_csv(path: Path) -> Iterator[RawRow]:
+    # A byte that is not UTF-8 becomes half of a surrogate pair, by which its row is found.
+    text = path.read_bytes().removeprefix(_BOM).decode("utf-8", errors="surrogateescape")
+    before = csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
+    try:
+        yield from list(_csv_rows(path, csv.reader(io.StringIO(text, newline=""), strict=True)))
+    finally:
+        csv.field_size_limit(before)
+
+
+def _csv_rows(path: Path, reader: Any) -> Iterator[RawRow]:
+    header: list[str] | None = None
+    line = 1
+    while True:
+        where, line = Where(path, line), 0
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            # Nothing behind a quote that is not closed can be trusted.
+            yield RawRow(where, None, f"not valid CSV ({error})")
+            return
+        line = reader.line_num + 1
+        if not fields:
+            continue
+        if header is None:
+            header = [name.strip() for name in fields]
+        elif len(fields) != len(header):
+            yield RawRow(where, None, f"{len(fields)} fields, but the header names {len(header)}")
+        else:
+            yield RawRow(where, *_csv_row(dict(zip(header, fields, strict=True))))
+
+
+def _csv_row(fields: dict[str, str]) -> tuple[dict[str, Any] | None, str | None]:
+    """Empty fields are absent; the columns that are no text hold JSON."""
+    row: dict[str, Any] = {}
+    for name, text in fields.items():
+        if not text.isascii() and any("\udc80" <= c <= "\udcff" for c in text):
+            return None, f"column {name!r} holds a byte that is not valid UTF-8"
+        if not text:
+            continue
+        if name in _JSON_COLUMNS:
+            try:
+                row[name] = json.loads(text.lower() if name == "train" else text)
+            except (ValueError, RecursionError) as error:
+                return None, f"column {name!r} is not valid JSON ({error})"
+        else:
+            row[name] = text
+    return row, None
 
 
 def _without_nulls(value: Any) -> Any:
