@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
@@ -190,12 +191,28 @@ class LocalLauncher(_SubprocessScriptLauncher):
     Every rank that fails leaves a report. Rank 0 waits a moment for the others, kills those that hang, and shows the
     report that came first; the errors that ranks raise because a peer went away are not repeated. A child whose parent
     died ends itself. Under torchrun and SLURM no process is started and they do the ending.
+
+    Args:
+        cluster_environment, num_processes, num_nodes: as in Lightning's launcher.
+        preflight: called with the Trainer before any process is started; what it raises ends the job.
     """
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        preflight: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._preflight = preflight
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if self._preflight is not None and trainer is not None and not is_child():
+            self._preflight(trainer)
         if not environment.creates_processes_externally:
             os.environ[_REPORTS] = tempfile.mkdtemp(prefix="lightning-nd-")
             atexit.register(shutil.rmtree, os.environ[_REPORTS], ignore_errors=True)
@@ -218,7 +235,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
                 first = _first_report()
                 if silent is not None:
                     raise RankFailedError(silent) from None
-                if first is not None and first != _own_report():
+                if first is not None and first != _own_report() and not _same_error(error, first.read_text()):
                     raise RankFailedError(first.read_text()) from None
             raise
 
@@ -282,6 +299,11 @@ def _exit_words(code: int | None) -> str:
     if code is not None and code < 0:
         return f"signal {signal.Signals(-code).name} (often: out of memory)"
     return f"exit code {code}"
+
+
+def _same_error(error: BaseException, report: str) -> bool:
+    """Whether another rank's report tells of the same refusal: it says no more than our own error."""
+    return bool(str(error)) and traceback.format_exception_only(error)[0].strip() in report
 
 
 def _own_report() -> Path | None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +47,7 @@ from lightning_nd.parallelize.activation import check_activation_checkpointing
 from lightning_nd.parallelize.context import ContextParallel, check_options
 from lightning_nd.parallelize.data import fsdp_modules
 from lightning_nd.precision import NDPrecision, adapt_precision
+from lightning_nd.preflight import preflight
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -201,7 +203,8 @@ class NDStrategy(ModelParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.dims.world_size > 1 or self.cluster_environment.creates_processes_externally:
-            self._launcher = LocalLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            check = partial(preflight, dims=self.dims, tp_plan=self._tp_plan)
+            self._launcher = LocalLauncher(self.cluster_environment, self.num_processes, self.num_nodes, check)
 
     @override
     def set_world_ranks(self) -> None:

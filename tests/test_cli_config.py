@@ -164,6 +164,41 @@ def test_wrong_values_name_their_key() -> None:
         parse("- a\n- b\n")
 
 
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("trainer: {max_steps: abc}", "recipe.yaml:3: trainer.max_steps is 'abc', but it must be an integer."),
+        ("optimizer:\n  init_args: {lr: fast}", "recipe.yaml:4: optimizer.lr is 'fast', but it must be a number."),
+        ("nd:\n  tp: two", "recipe.yaml:4: nd.tp is 'two', but it must be an integer."),
+        ("nd: {cp_method: rng}", "must be one of 'auto', 'direct', 'ring', 'ulysses'."),
+        ("nd: {sequence_parallel: 3}", "recipe.yaml:3: nd.sequence_parallel is '3', but it must be true or false."),
+    ],
+)
+def test_wrong_values_in_a_file_are_one_line(extra: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(BASE + extra + "\n")
+    assert str(caught.value).endswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--optimizer.lr", "fast"], "optimizer.lr is 'fast', but it must be a number."),
+        (["--data.micro_batch_size=x"], "data.micro_batch_size is 'x', but it must be an integer."),
+        (["--optimizer", "Adamm"], "--optimizer: there is no class 'Adamm': did you mean 'Adam' or"),
+        (["--optimizer.class_path=torch.optim.Adamm"], "torch.optim has no 'Adamm': did you mean 'Adam' or"),
+        (["--model", "gpt2"], "a model folder or hub id goes to model.model"),
+        (["--data", "other.jsonl"], "a file of rows goes to data.train"),
+    ],
+)
+def test_wrong_values_of_options_are_one_line(options: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(BASE, *options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_input_paths_start_at_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "model: {init_args: {model: gpt2}}\n"
     text += "data: {init_args: {train: [data.jsonl, rows.jsonl, d*.jsonl], tokenizer: tok}}\n"

@@ -39,6 +39,9 @@ class ProgressBar(TQDMProgressBar):
         shown: dict[str, Any] = super().get_metrics(trainer, pl_module)
         shown.pop("v_num", None)
         logged = {**trainer.logged_metrics, **trainer.callback_metrics}
+        loss = getattr(trainer.strategy, "step_loss", None)
+        if loss is not None and "train/loss" in logged:
+            logged["train/loss"] = loss  # the module logs it a moment after the bar is drawn
         for name, label in _SHOWN.items():
             if name in logged:
                 value = float(logged[name])

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_nd.callbacks import LossPlot, ProgressBar, ScoreWriter, Throughput
 from lightning_nd.cli.keys import ConfigError, KeyChecker
+from lightning_nd.cli.messages import explain, shorten
 from lightning_nd.cli.paths import PathResolver
 from lightning_nd.launch import check_world, is_interactive, resolve_devices
 from lightning_nd.precision import check_precision
@@ -37,7 +38,19 @@ CLASSES: dict[str, str | None] = {
     "optimizer": DEFAULT_OPTIMIZER["class_path"],
     "lr_scheduler": DEFAULT_SCHEDULER["class_path"],
 }
-BASES = (LightningModule, LightningDataModule, torch.optim.Optimizer, LRScheduler, Callback, Logger, Strategy)
+BASES: dict[str, type] = {
+    "model": LightningModule,
+    "data": LightningDataModule,
+    "optimizer": torch.optim.Optimizer,
+    "lr_scheduler": LRScheduler,
+    "trainer.callbacks": Callback,
+    "trainer.logger": Logger,
+    "trainer.strategy": Strategy,
+}
+HINTS = {
+    "model": "this is the class; a model folder or hub id goes to model.model",
+    "data": "this is the class; a file of rows goes to data.train",
+}
 # the values of a fresh Trainer that a fine-tuning run wants otherwise; all can be set again
 TRAINER_DEFAULTS = {"strategy": "nd", "log_every_n_steps": 1, "use_distributed_sampler": False}
 
@@ -55,7 +68,7 @@ class NDArgumentParser(LightningArgumentParser):
     def parse_string(self, content: str, path: str | os.PathLike = "", *args: Any, **kwargs: Any) -> Namespace:
         source = os.path.join(os.getcwd(), path) if path else "configuration text"
         if self.checker is not None:
-            self.checker.check_text(content, _shorten(source, self.paths.start))
+            self.checker.check_text(content, shorten(source, self.paths.start))
         if path:  # jsonargparse reads a file from within its folder
             self.config_files.append(source)
             config = yaml.safe_load(content)
@@ -135,7 +148,9 @@ class NDCLI(LightningCLI):
         defaults = parser.get_defaults().as_dict()
         groups = {name: list(defaults[name]) for name in ("trainer", "nd")}
         others = [name for name in defaults if name not in groups and name not in CLASSES]
-        parser.checker = KeyChecker(groups=groups, classes=CLASSES, bases=BASES, others=[*others, "config"])
+        parser.checker = KeyChecker(
+            groups=groups, classes=CLASSES, bases=BASES, hints=HINTS, others=[*others, "config"]
+        )
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -145,7 +160,7 @@ class NDCLI(LightningCLI):
             self.config = parser.parse_args(args)
         except ArgumentError as error:
             parser.checker.check_options(args)
-            raise ConfigError(_readable(error.message or str(error))) from error
+            raise ConfigError(explain(error.message or str(error), parser.config_files, parser.paths.start)) from error
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -256,24 +271,12 @@ def _kind(default: Callback) -> type[Callback]:
     return LightningProgressBar if isinstance(default, ProgressBar) else type(default)
 
 
-def _shorten(path: str, start: Path) -> str:
-    relative = os.path.relpath(path, start)
-    return relative if not relative.startswith("..") else path
-
-
 def _as_dict(value: Any) -> dict[str, Any] | None:
     return value.as_dict() if isinstance(value, Namespace) else value
 
 
 def _name(strategy: Any) -> str:
     return repr(strategy if isinstance(strategy, str) else strategy.class_path)
-
-
-def _readable(message: str) -> str:
-    """Drop what jsonargparse says about its own type machinery."""
-    noise = ("Does not validate against", "Subtypes:", "Given value type:", "Expected a <class 'NoneType'>")
-    lines = [line for line in message.splitlines() if not line.strip().lstrip("- ").startswith(noise)]
-    return "\n".join(line for line in lines if line.strip() not in ("Errors:",))
 
 
 def main_command(command: str, args: list[str]) -> int:

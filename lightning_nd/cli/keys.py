@@ -40,7 +40,8 @@ class KeyChecker:
     Args:
         groups: valid names under each plain group, e.g. ``{"trainer": [...], "nd": [...]}``.
         classes: top-level keys that hold a class, with the default class path or None.
-        bases: base classes among whose subclasses a short class name is looked up.
+        bases: by key, the base class among whose subclasses a short class name is looked up.
+        hints: by key, what to write for what people put there instead of a class.
         others: top-level keys that hold plain values.
     """
 
@@ -49,12 +50,13 @@ class KeyChecker:
         *,
         groups: Mapping[str, Iterable[str]],
         classes: Mapping[str, str | None],
-        bases: Iterable[type],
+        bases: Mapping[str, type],
+        hints: Mapping[str, str] | None = None,
         others: Iterable[str],
     ) -> None:
         self.groups = {name: set(keys) for name, keys in groups.items()}
         self.class_paths = dict(classes)
-        self.bases = tuple(bases)
+        self.bases, self.hints = dict(bases), dict(hints or {})
         self.top = {*self.groups, *self.class_paths, *others}
 
     # ---- YAML
@@ -124,7 +126,7 @@ class KeyChecker:
             yield from _repeated(node, name, key_node, f"{where}.")
             if name not in _CLASS_KEYS:
                 yield _line(key_node), f"unknown key '{where}.{name}': {self._hint_in_class(name, path, where)}"
-            elif name == "class_path" and path is not None and (wrong := self._wrong_class(path)):
+            elif name == "class_path" and path is not None and (wrong := self._wrong_class(path, where)):
                 yield _line(key_node), f"'{where}.class_path': {wrong}"
             elif name == "init_args" and isinstance(value, yaml.MappingNode):
                 yield from self._check_init_args(value, f"{where}.init_args", path)
@@ -155,7 +157,7 @@ class KeyChecker:
             return None
         module, _, name = path.rpartition(".")
         if not module:
-            found: set[type] = {c for base in self.bases for c in _subclasses(base) if c.__name__ == name}
+            found: set[type] = {c for base in self.bases.values() for c in _subclasses(base) if c.__name__ == name}
             return next(iter(found), None)
         try:
             found_class = getattr(importlib.import_module(module), name, None)
@@ -163,13 +165,16 @@ class KeyChecker:
             return None
         return found_class if isinstance(found_class, type) else None
 
-    def _wrong_class(self, path: str) -> str | None:
+    def _wrong_class(self, path: str, where: str) -> str | None:
         module, _, name = path.rpartition(".")
         if self.resolve(path) is not None:
             return None
         if not module:
-            names = {c.__name__ for base in self.bases for c in _subclasses(base)}
-            return f"there is no class {name!r}: {nearest(name, names)}"
+            key = where.partition("[")[0]
+            bases = [self.bases[key]] if key in self.bases else self.bases.values()
+            names = {c.__name__ for base in bases for c in _subclasses(base)}
+            help_ = nearest(name, names)
+            return f"there is no class {name!r}: {help_ if 'did you' in help_ else self.hints.get(key, help_)}"
         try:
             members = vars(importlib.import_module(module))
         except ImportError as error:
@@ -188,9 +193,12 @@ class KeyChecker:
             ConfigError: with every unknown option and the nearest valid name.
         """
         problems = []
-        for argument in arguments:
+        arguments = list(arguments)
+        for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
             if argument.startswith("--") and len(argument) > 2:
-                option, _, value = argument[2:].partition("=")
+                option, given, value = argument[2:].partition("=")
+                if not given and not following.startswith("--"):
+                    value = following
                 if problem := self._check_option(option.rstrip("+"), value):
                     problems.append(problem)
         if problems:
@@ -201,6 +209,8 @@ class KeyChecker:
         if head in ("help", "config", "print_config", *self.groups, *self.class_paths) and not rest:
             if head in self.class_paths and value and not value.startswith("{"):
                 self.class_paths[head] = value
+                wrong = self._wrong_class(value, head)
+                return f"--{option}: {wrong}" if wrong else None
             return None
         if head not in self.top or (rest and head not in self.groups and head not in self.class_paths):
             options = {f"{g}.{k}" for g, keys in self.groups.items() for k in keys} | self.top
@@ -211,6 +221,8 @@ class KeyChecker:
             if rest == ["help"] or rest[0] in ("class_path", "dict_kwargs"):
                 if rest[0] == "class_path" and value:
                     self.class_paths[head] = value
+                    wrong = self._wrong_class(value, head)
+                    return f"--{option}: {wrong}" if wrong else None
                 return None
             name = rest[1] if rest[0] == "init_args" and len(rest) > 1 else rest[0]
             cls = self.resolve(self.class_paths[head])

@@ -101,6 +101,10 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.")
     # at its small default sizes the CPU loader needs no worker processes
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    from lightning_nd.launch import is_child
+
+    if is_child():  # rank 0 says it for all
+        logging.getLogger("lightning").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
 
 

@@ -71,7 +71,7 @@ class PathResolver:
             for holder, key in _find(config.get(section), names | OUTPUTS):
                 holder[key] = _expand(holder[key])
                 if key in _FILES or key == "model" or key == "tokenizer":
-                    problems += self._missing(holder[key], f"{section}: {key}", only_paths=key not in _FILES)
+                    problems += self._missing(holder[key], f"{section}.{key}", only_paths=key not in _FILES)
         if problems:
             raise ConfigError("\n".join(problems))
 

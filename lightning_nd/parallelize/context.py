@@ -123,6 +123,18 @@ def check_options(method: str, layout: str) -> None:
             raise ValueError(f"NDStrategy: {name}={given!r}: choose one of {', '.join(map(repr, allowed))}.")
 
 
+def check_context_parallel(model: nn.Module) -> None:
+    """Refuse a transformers model whose attention cannot be split over a sequence.
+
+    Raises:
+        ValueError: see `lightning_nd.attention.interface.check_model`.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        check_model(model)
+
+
 def apply_context_parallel(model: nn.Module, cp: ContextParallel) -> None:
     """Let a transformers model attend over all ranks' tokens; another model calls `context_parallel_attention` itself.
 

@@ -90,6 +90,12 @@ class CausalLM(LightningModule):
                     f"export_dir {folder.absolute()} already holds files; give another folder or empty it."
                 )
 
+    def skeleton(self) -> PreTrainedModel:
+        """The model without weights, for checks before any process is started."""
+        from lightning_nd.checkpoint import from_config
+
+        return from_config(self.config)
+
     @override
     def configure_model(self) -> None:
         if self.model is not None:
@@ -163,7 +169,7 @@ class CausalLM(LightningModule):
         own = {"train/loss": nll / count, "train/supervised_tokens": count}
         values = {name: own[name] if value is None else value for name, value in values.items()}
         for name, value in {**values, **self._step}.items():
-            self.log(name, float(value), batch_size=1)
+            self.log(name, value.float() if isinstance(value, Tensor) else float(value), batch_size=1)
         self._window, self._step = None, {}
 
     @override

@@ -1,0 +1,38 @@
+"""What is known to be wrong before processes start and weights load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from lightning_nd.mesh import ParallelDims
+from lightning_nd.parallelize import TPPlan, check_tensor_parallel, roots
+from lightning_nd.parallelize.context import check_context_parallel
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def preflight(trainer: pl.Trainer, dims: ParallelDims, tp_plan: TPPlan | Literal["auto"] = "auto") -> None:
+    """Refuse a Trainer and a model that cannot run on this layout.
+
+    Looks at the models that the LightningModule has made in ``__init__``, and at those that its method ``skeleton()``
+    returns (a meta model of what `configure_model` will load), if it has one. The same checks are made again when the
+    model is parallelised; here they come seconds earlier, and once instead of once a rank.
+
+    Raises:
+        ValueError: naming what was given, what is allowed, and what to change.
+    """
+    accumulate = trainer.accumulate_grad_batches
+    if accumulate < 1:
+        raise ValueError(f"Trainer: accumulate_grad_batches is {accumulate}; it must be at least 1.")
+    module: Any = trainer.strategy.lightning_module
+    skeleton = getattr(module, "skeleton", None)
+    models: list[nn.Module] = [skeleton()] if callable(skeleton) else roots.find_roots(module, dims.tp)
+    for model in models:
+        check_tensor_parallel(model, tp_plan, dims.tp)
+        if dims.cp > 1:
+            check_context_parallel(model)
+        if roots.is_causal_lm(model):
+            roots.check_objective(model, dims)
