@@ -167,10 +167,10 @@ class KeyChecker:
 
     def _wrong_class(self, path: str, where: str) -> str | None:
         module, _, name = path.rpartition(".")
+        key = where.partition("[")[0]
         if self.resolve(path) is not None:
             return None
         if not module:
-            key = where.partition("[")[0]
             bases = [self.bases[key]] if key in self.bases else self.bases.values()
             names = {c.__name__ for base in bases for c in _subclasses(base)}
             help_ = nearest(name, names)
@@ -178,7 +178,7 @@ class KeyChecker:
         try:
             members = vars(importlib.import_module(module))
         except ImportError as error:
-            return f"cannot import {path!r}: {error}"
+            return f"cannot import {path!r}: {self.hints.get(key, error)}"
         if name in members:
             return None  # a function that returns the class
         classes = [key for key, value in members.items() if isinstance(value, type)]
