@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_nd.attention import layout as layouts
 from lightning_nd.attention import plan as plans
 from lightning_nd.attention.layout import Documents, Layout, choose_layout, chunks, contiguous, work, zigzag
-from lightning_nd.attention.plan import Kind, Plan, build_plan
+from lightning_nd.attention.plan import Kind, Plan, Step, build_plan
 
 LONG = 131_072
 
@@ -29,13 +29,13 @@ def seen(tokens: int, documents: Documents, window: int | None) -> np.ndarray:
     return mask if window is None else mask & (i[:, None] - i[None] < window)
 
 
-def drawn_pairs(plan: Plan, layout: Layout, ring: bool) -> np.ndarray:
-    """How often the plan of a rank computes each (query, key) pair of global indices."""
+def drawn_pairs(plan: Plan, layout: Layout, steps: tuple[Step, ...]) -> np.ndarray:
+    """How often some steps of a rank's plan compute each (query, key) pair of global indices."""
     count = np.zeros((layout.tokens, layout.tokens), dtype=int)
     queries = layout.indices(plan.rank)
-    for step in plan.steps:
+    for step in steps:
         keys = layout.indices(step.source)
-        if step.source != plan.rank and not ring:
+        if step.source != plan.rank:
             keys = np.concatenate([keys[a:b] for a, b in step.fetch] or [keys[:0]])
         for rect in step.rects:
             i, j = np.arange(rect.q1 - rect.q0)[:, None], np.arange(rect.k1 - rect.k0)[None]
@@ -78,8 +78,9 @@ def test_plans_compute_every_pair_exactly_once(pack, cp, rows, kind, window, rin
     layout = choose_layout(length, documents, cp, rows=rows, layout=kind, windows=((window, 1),)).layout
     documents = layouts.move_rows(documents, length, layout.length)
     made = [build_plan(layout, documents, rank, window, ring=ring) for rank in range(cp)]
-    count = sum(drawn_pairs(plan, layout, ring) for plan in made)
-    assert (count == seen(layout.tokens, documents, window)).all()
+    wanted = seen(layout.tokens, documents, window)
+    for way in ("steps", "forward", "backward"):
+        assert (sum(drawn_pairs(plan, layout, getattr(plan, way)) for plan in made) == wanted).all(), way
     assert [plan.pairs for plan in made] == work(layout, documents, window).astype(int).tolist()
     for plan in made:
         for s, step in enumerate(plan.steps[1:], 1):  # both ends of a transfer agree on its rows
@@ -87,6 +88,29 @@ def test_plans_compute_every_pair_exactly_once(pack, cp, rows, kind, window, rin
             assert made[step.source].steps[s].give == step.fetch
             if not ring:
                 assert bool(step.fetch) == bool(step.rects), "rows are fetched that nothing is computed on"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(pack=packs(), cp=st.integers(2, 5), kind=st.sampled_from(("zigzag", "chunks")), ring=st.booleans())
+def test_pieces_bound_what_is_in_flight_and_both_ends_cut_alike(pack, cp, kind, ring):
+    length, documents = pack
+    layout = choose_layout(length, documents, cp, layout=kind).layout
+    documents = layouts.move_rows(documents, length, layout.length)
+    made = [build_plan(layout, documents, rank, ring=ring) for rank in range(cp)]
+    for way in ("forward", "backward"):
+        gone: dict[tuple[int, int], list] = {(a, b): [] for a in range(cp) for b in range(cp)}
+        came: dict[tuple[int, int], list] = {(a, b): [] for a in range(cp) for b in range(cp)}
+        for plan in made:
+            for step in getattr(plan, way)[1:]:
+                gone[plan.rank, step.target] += [step.give] * bool(step.give)
+                came[step.source, plan.rank] += [step.fetch] * bool(step.fetch)
+                for rows in (step.fetch, step.give):
+                    size = sum(b - a for a, b in rows)
+                    if way == "backward":
+                        assert size <= math.ceil(plan.tokens / 4) + (len(layout.intervals[0]) if ring else 0)
+                    elif len(rows) > 1:
+                        assert size <= math.ceil(plan.tokens / 2)
+        assert gone == came
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "chunks", "contiguous", "auto"])

@@ -8,7 +8,7 @@ is token-major, `[tokens, heads, head_dim]`, with all rows of the micro-batch on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_nd.attention.kernels import Kernel
-from lightning_nd.attention.layout import Interval
 from lightning_nd.attention.merge import accumulation_dtype, merge
-from lightning_nd.attention.plan import Plan, Rect
-from lightning_nd.attention.transport import Exchange, Traffic, Transfer, add_rows, count, take
+from lightning_nd.attention.plan import Plan, Rect, Step, count_rows
+from lightning_nd.attention.transport import Exchange, Traffic, Transfer, add_rows, take
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,9 @@ class _Attention(torch.autograd.Function):
         acc = accumulation_dtype(q.dtype)
         out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=acc, device=q.device)
         lse = torch.full(q.shape[:2], -math.inf, dtype=acc, device=q.device)
-        for s, k_block, v_block in _blocks(call, k, v):
-            for part, rows, keys in _parts(call, s):
+        steps = call.plan.forward
+        for s, k_block, v_block in _blocks(call, steps, k, v):
+            for part, rows, keys in _parts(call, steps, s):
                 new = call.kernel.forward(q[rows], k_block[keys], v_block[keys], part, call.scale, call.softcap)
                 if part.first:
                     out[rows], lse[rows] = new
@@ -71,10 +71,11 @@ class _Attention(torch.autograd.Function):
         call: Call = ctx.call
         grad = grad.contiguous()
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        returns = _RingReturns(call, k, v) if call.ring else _DirectReturns(call, k, v)
-        for s, k_block, v_block in _blocks(call, k, v):
-            dk, dv = returns.buffers(s)
-            for part, rows, keys in _parts(call, s):
+        steps = call.plan.backward
+        returns = _Returns(call, steps, k, v)
+        for s, k_block, v_block in _blocks(call, steps, k, v):
+            dk, dv = returns.block(s)
+            for part, rows, keys in _parts(call, steps, s):
                 new = call.kernel.backward(
                     grad[rows],
                     q[rows],
@@ -111,9 +112,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) ->
     return result
 
 
-def _parts(call: Call, s: int) -> Iterator[tuple[Rect, slice, slice]]:
+def _parts(call: Call, steps: Sequence[Step], s: int) -> Iterator[tuple[Rect, slice, slice]]:
     """The kernel calls of a step with their query and key rows."""
-    rects = call.plan.steps[s].rects
+    rects = steps[s].rects
     if rects:
         call.traffic.note("compute", s)
     for rect in rects:
@@ -121,13 +122,12 @@ def _parts(call: Call, s: int) -> Iterator[tuple[Rect, slice, slice]]:
             yield part, slice(part.q0, part.q1), slice(part.k0, part.k1)
 
 
-def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _blocks(call: Call, steps: Sequence[Step], k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Every step's key/value rows; the next step's transfer is posted before a step is handed out.
 
     At most two received blocks exist at a time, in two buffers that the steps use in turn.
     """
-    steps = call.plan.steps
-    most = max((count(step.fetch) for step in steps), default=0)
+    most = _most_rows(steps)
     buffers: list[tuple[Tensor, Tensor] | None] = [None, None]
     pending: Transfer | None = None
     block = [k, v]
@@ -139,12 +139,13 @@ def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Ten
         elif s:
             block = [k[:0], v[:0]]
         if s + 1 < len(steps):
-            pending = _post(call, s + 1, k, v, block, buffers, most)
+            pending = _post(call, steps, s + 1, k, v, block, buffers, most)
         yield s, block[0], block[1]
 
 
 def _post(
     call: Call,
+    steps: Sequence[Step],
     s: int,
     k: Tensor,
     v: Tensor,
@@ -152,8 +153,8 @@ def _post(
     buffers: list[tuple[Tensor, Tensor] | None],
     most: int,
 ) -> Transfer | None:
-    """Start the transfer of step s: own rows to its target, or in a ring the block at hand to the neighbour."""
-    step, rank, cp = call.plan.steps[s], call.plan.rank, call.plan.cp
+    """Start the transfer of step s: own rows to its target, or in a ring what is at hand to the neighbour."""
+    step, rank, cp = steps[s], call.plan.rank, call.plan.cp
     if not step.fetch and not step.give:
         return None
     assert call.exchange is not None
@@ -161,10 +162,16 @@ def _post(
     buffer = buffers[s % 2]
     if step.fetch and buffer is None:
         buffer = buffers[s % 2] = (k.new_empty(most, *k.shape[1:]), v.new_empty(most, *v.shape[1:]))
-    receive = [x[: count(step.fetch)] for x in buffer] if buffer is not None else [k[:0], v[:0]]
+    receive = [x[: count_rows(step.fetch)] for x in buffer] if buffer is not None else [k[:0], v[:0]]
+    send = block if call.ring and step.hop > 1 else [take(k, step.give), take(v, step.give)]
     if call.ring:
-        return call.exchange.post(block, (rank + 1) % cp, receive, (rank - 1) % cp)
-    return call.exchange.post([take(k, step.give), take(v, step.give)], step.target, receive, step.source)
+        return call.exchange.post(send, (rank + 1) % cp, receive, (rank - 1) % cp)
+    return call.exchange.post(send, step.target, receive, step.source)
+
+
+def _most_rows(steps: Sequence[Step]) -> int:
+    """The most rows that a step brings or takes."""
+    return max(max(count_rows(step.fetch), count_rows(step.give)) for step in steps)
 
 
 def _zeros(call: Call, k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -172,113 +179,68 @@ def _zeros(call: Call, k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]
     return k.new_zeros(rows, *k.shape[1:], dtype=acc), v.new_zeros(rows, *v.shape[1:], dtype=acc)
 
 
-class _DirectReturns:
-    """Gradients of fetched rows go straight back to their owner, who adds them to its own.
+class _Returns:
+    """Gradients on their way to the owner of their rows, who adds them to its own.
 
-    Two outgoing blocks (one being computed, one leaving) and one incoming block exist at a time.
+    Direct: a step's gradients go straight back. Ring: they travel on with their rows, each rank adds its share, and
+    the last one sends the sum to the owner. Two outgoing pieces (one being computed, one leaving) and one arriving
+    exist at a time.
     """
 
-    def __init__(self, call: Call, k: Tensor, v: Tensor) -> None:
-        self._call, self._k, self._v = call, k, v
-        self._home = _zeros(call, k, v, len(k))
-        self._out: list[tuple[Tensor, Tensor]] = [self._home, self._home]
+    def __init__(self, call: Call, steps: Sequence[Step], k: Tensor, v: Tensor) -> None:
+        self._call, self._steps, self._k, self._v = call, steps, k, v
+        self._home = self._current = _zeros(call, k, v, len(k))
+        self._out: list[tuple[Tensor, Tensor] | None] = [None, None]
         self._in: tuple[Tensor, Tensor] | None = None
-        self._pending: tuple[Transfer, int, tuple[Interval, ...]] | None = None
-        self._current = self._home
+        self._pending: tuple[Transfer, int] | None = None
 
-    def buffers(self, s: int) -> tuple[Tensor, Tensor]:
+    def block(self, s: int) -> tuple[Tensor, Tensor]:
         """Where step s adds its key and value gradients."""
-        if s:
-            steps = self._call.plan.steps
-            rows = count(steps[s].fetch)
-            if rows and self._out[s % 2] is self._home:
-                self._out[s % 2] = _zeros(self._call, self._k, self._v, max(count(step.fetch) for step in steps))
-            dk, dv = self._out[s % 2]
-            self._current = dk[:rows].zero_(), dv[:rows].zero_() if rows else dv[:0]
+        if self._steps[s].hop:
+            buffer = self._out[s % 2]
+            rows = count_rows(self._steps[s].fetch)
+            if buffer is None and rows:
+                buffer = self._out[s % 2] = _zeros(self._call, self._k, self._v, _most_rows(self._steps))
+            dk, dv = buffer or self._home
+            self._current = dk[:rows].zero_(), dv[:rows].zero_()
         return self._current
 
     def send(self, s: int) -> None:
-        """Send step s's gradients home and take in the ones that come back to this rank."""
-        step = self._call.plan.steps[s]
-        if s == 0 or not (step.fetch or step.give):
+        """Send step s's gradients on their way and take in the ones that arrive at this rank."""
+        step, plan = self._steps[s], self._call.plan
+        if not step.hop or not (step.fetch or step.give):
             return
         assert self._call.exchange is not None
-        self._land()
-        rows = count(step.give)
+        self._land(self._current)
+        to, source = step.source, step.target
+        if self._call.ring and not self._last_hop(step):
+            to, source = (plan.rank + 1) % plan.cp, (plan.rank - 1) % plan.cp
+        rows = count_rows(step.give)
         if rows and self._in is None:
-            self._in = _zeros(self._call, self._k, self._v, max(count(x.give) for x in self._call.plan.steps))
+            self._in = _zeros(self._call, self._k, self._v, _most_rows(self._steps))
         receive = [x[:rows] for x in self._in] if self._in is not None else []
         self._call.traffic.note("grad post", s)
-        self._pending = (
-            self._call.exchange.post(list(self._current), step.source, receive, step.target),
-            s,
-            step.give,
-        )
+        self._pending = self._call.exchange.post(list(self._current), to, receive, source), s
 
-    def _land(self) -> None:
+    def _last_hop(self, step: Step) -> bool:
+        return step.hop == self._call.plan.hops
+
+    def _land(self, current: tuple[Tensor, Tensor]) -> None:
+        """Add what has arrived: to own rows, or in a ring to the sum that is about to travel on."""
         if self._pending is None:
             return
-        transfer, s, rows = self._pending
+        transfer, s = self._pending
         self._pending = None
         self._call.traffic.note("grad wait", s)
-        received = transfer.wait()
-        for home, block in zip(self._home, received, strict=False):
-            add_rows(home, rows, block)
+        step, received = self._steps[s], transfer.wait()
+        if self._call.ring and not self._last_hop(step):
+            for mine, came in zip(current, received, strict=True):
+                mine += came
+            return
+        for home, came in zip(self._home, received, strict=False):
+            add_rows(home, step.give, came)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The complete gradients of this rank's keys and values."""
-        self._land()
+        self._land(self._current)
         return self._home
-
-
-class _RingReturns:
-    """Gradients travel with their block from rank to rank, each adding its share, and end at the block's owner."""
-
-    def __init__(self, call: Call, k: Tensor, v: Tensor) -> None:
-        self._call, self._k, self._v = call, k, v
-        self._out: list[tuple[Tensor, Tensor] | None] = [None, None]
-        self._in: tuple[Tensor, Tensor] | None = None
-        self._pending: Transfer | None = None
-
-    def buffers(self, s: int) -> tuple[Tensor, Tensor]:
-        """Where step s adds its key and value gradients."""
-        buffer = self._out[s % 2]
-        if buffer is None:
-            buffer = self._out[s % 2] = _zeros(self._call, self._k, self._v, len(self._k))
-        elif s:
-            buffer[0].zero_()
-            buffer[1].zero_()
-        return buffer
-
-    def send(self, s: int) -> None:
-        """Add what came along with block s and pass the sum on; after the last hop it goes to the owner."""
-        plan = self._call.plan
-        block = self._out[s % 2]
-        assert block is not None
-        self._land(s, block)
-        if len(plan.steps) == 1:
-            return
-        assert self._call.exchange is not None
-        if self._in is None:
-            self._in = torch.empty_like(block[0]), torch.empty_like(block[1])
-        last = s == len(plan.steps) - 1
-        to, source = (plan.rank - s, plan.rank + s) if last else (plan.rank + 1, plan.rank - 1)
-        self._call.traffic.note("grad post", s)
-        self._pending = self._call.exchange.post(list(block), to % plan.cp, list(self._in), source % plan.cp)
-
-    def _land(self, s: int, block: tuple[Tensor, Tensor]) -> None:
-        if self._pending is None:
-            return
-        self._call.traffic.note("grad wait", s - 1)
-        for mine, came in zip(block, self._pending.wait(), strict=True):
-            mine += came
-        self._pending = None
-
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """The complete gradients of this rank's keys and values."""
-        if self._pending is None:
-            assert self._out[0] is not None
-            return self._out[0]
-        self._call.traffic.note("grad wait", len(self._call.plan.steps) - 1)
-        dk, dv = self._pending.wait()
-        return dk, dv

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
+from math import ceil
 
 from lightning_nd.attention.layout import Documents, Interval, Layout
+
+_SMALLEST_PIECE = 32
 
 
 class Kind(Enum):
@@ -76,7 +79,8 @@ class Step:
 
     `source` is the rank whose keys and values are used, `fetch` the rows of it that this rank receives (in the
     source's local coordinates, ascending and disjoint; the rectangles' key rows count within their concatenation).
-    `target` is the rank that receives this rank's rows `give` in the same step.
+    `target` is the rank that receives this rank's rows `give` in the same step. `hop` is the distance to both, 0 for
+    a rank's own rows.
     """
 
     source: int
@@ -84,6 +88,7 @@ class Step:
     rects: tuple[Rect, ...]
     fetch: tuple[Interval, ...] = ()
     give: tuple[Interval, ...] = ()
+    hop: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ class Plan:
     """The steps of one rank, its own tokens first.
 
     `tokens` is the number of local rows, `hops` the last step at which any rank of the group computes (a ring needs
-    to turn only that far).
+    to turn only that far). `forward` and `backward` are the same steps, cut into pieces that keep what is in flight
+    within two blocks, a block being `tokens` rows.
     """
 
     rank: int
@@ -99,6 +105,8 @@ class Plan:
     tokens: int
     steps: tuple[Step, ...]
     hops: int
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
 
     @property
     def pairs(self) -> int:
@@ -184,21 +192,35 @@ def build_plan(
     if window is not None and window >= packed.longest:
         window = None
     own = owned[rank]
-    steps = [Step(rank, rank, _local(own, packed, window))]
+    steps, fetched = [Step(rank, rank, _local(own, packed, window))], [[0]]
     for s in range(1, cp):
         source, target = (rank - s) % cp, (rank + s) % cp
-        rects = _remote(own, owned[source], packed, window)
+        rects, fetch = _wanted(own, owned[source], packed, window)
+        fetched.append([count_rows(_wanted(owned[r], owned[r - s], packed, window)[1]) for r in range(cp)])
         if ring:
             everything = ((0, layout.local_tokens),)
-            steps.append(Step(source, target, rects, everything, everything))
+            steps.append(Step(source, target, rects, everything, everything, s))
             continue
-        fetch = _key_rows(rects)
-        give = _key_rows(_remote(owned[target], own, packed, window))
-        steps.append(Step(source, target, _rebase(rects, fetch), fetch, give))
-    hops = max((s for s in range(1, cp) if _anyone(owned, packed, window, s)), default=0)
+        give = _wanted(owned[target], own, packed, window)[1]
+        steps.append(Step(source, target, _rebase(rects, fetch), fetch, give, s))
+    hops = max((s for s in range(1, cp) if any(fetched[s])), default=0)
+    # In flight in forward: the block at hand, the next one, and a copy for the wire where rows are scattered. In
+    # backward those, and gradients: what a kernel returns, the sum being made, one leaving, one arriving.
+    block = layout.local_tokens
+    half, quarter = ceil(block / 2), ceil(block / 4)
     if ring:
-        steps = steps[: hops + 1]
-    return Plan(rank, cp, layout.local_tokens, tuple(steps), hops)
+        made = tuple(steps[: hops + 1])
+        backward = tuple(_cut_ring(made, 4, max(map(len, layout.intervals))))
+        return Plan(rank, cp, block, made, hops, made, backward)
+    made = tuple(steps)
+    forward = tuple(_cut_direct(made, block, half, [1] * cp))
+    backward = tuple(_cut_direct(made, quarter, quarter, [ceil(max(rows) / quarter) for rows in fetched]))
+    return Plan(rank, cp, block, made, hops, forward, backward)
+
+
+def count_rows(rows: Sequence[Interval]) -> int:
+    """Number of rows in the intervals."""
+    return sum(b - a for a, b in rows)
 
 
 def _check(layout: Layout, documents: Documents) -> None:
@@ -212,10 +234,86 @@ def _check(layout: Layout, documents: Documents) -> None:
         last = b
 
 
-def _anyone(owned: tuple[_Owned, ...], packed: _Packed, window: int | None, s: int) -> bool:
-    """True if any rank computes something on the block of the rank s before it."""
-    cp = len(owned)
-    return any(_remote(owned[r], owned[(r - s) % cp], packed, window) for r in range(cp))
+def _cut_direct(steps: Sequence[Step], most: int, scattered: int, pieces: Sequence[int]) -> Iterator[Step]:
+    """Cut the rows of every transfer into pieces of at most `most` rows, `scattered` if they are several intervals.
+
+    Both ends of a transfer know its rows and so cut alike. `pieces` is the number that a step is cut into if they do
+    not get tiny, the same on all ranks so that they keep time with each other.
+    """
+    for step, wanted in zip(steps, pieces, strict=True):
+        fetches, gives = (
+            _pieces(count_rows(rows), most if len(rows) <= 1 else scattered, wanted) for rows in (step.fetch, step.give)
+        )
+        if len(fetches) <= 1 and len(gives) <= 1:
+            yield step
+            continue
+        for (a, b), (c, d) in zip_longest(fetches, gives, fillvalue=(0, 0)):
+            yield replace(
+                step,
+                rects=tuple(_cut_keys(step.rects, [(a, b)])),
+                fetch=_portion(step.fetch, a, b),
+                give=_portion(step.give, c, d),
+            )
+
+
+def _cut_ring(steps: Sequence[Step], pieces: int, stripes: int) -> Iterator[Step]:
+    """Cut the blocks of a ring: one piece travels all the way, then the next.
+
+    A piece takes its share of each of `stripes` parts of a block, since early rows are seen by more ranks.
+    """
+    own, *travels = steps
+    yield own
+    if not travels:
+        return
+    tokens = count_rows(travels[0].fetch)
+    bounds = [(tokens * i // stripes, tokens * (i + 1) // stripes) for i in range(stripes)]
+    for p in range(pieces):
+        shares = ((a + (b - a) * p // pieces, a + (b - a) * (p + 1) // pieces) for a, b in bounds)
+        if rows := tuple((a, b) for a, b in shares if a < b):
+            for step in travels:
+                yield replace(step, rects=tuple(_cut_keys(step.rects, rows)), fetch=rows, give=rows)
+
+
+def _pieces(rows: int, most: int, wanted: int = 1) -> list[Interval]:
+    """Cut `rows` rows into equal pieces of at most `most`, and into `wanted` if they do not get tiny."""
+    number = max(ceil(rows / most), min(wanted, rows // _SMALLEST_PIECE))
+    return [(rows * i // number, rows * (i + 1) // number) for i in range(number)]
+
+
+def _portion(rows: Sequence[Interval], start: int, end: int) -> tuple[Interval, ...]:
+    """The part `[start, end)` of the concatenation of `rows`."""
+    found, at = [], 0
+    for a, b in rows:
+        c, d = max(start, at), min(end, at + b - a)
+        if c < d:
+            found.append((a + c - at, a + d - at))
+        at += b - a
+    return tuple(found)
+
+
+def _cut_keys(rects: Sequence[Rect], rows: Sequence[Interval]) -> list[Rect]:
+    """What rectangles have in the key rows of some intervals, key rows counted within their concatenation."""
+    found: list[Rect] = []
+    for rect in rects:
+        base = 0
+        for start, end in rows:
+            k0, k1 = max(rect.k0, start), min(rect.k1, end)
+            at, base = base + k0 - start, base + end - start
+            if k0 >= k1:
+                continue
+            moved = replace(rect, k0=at, k1=at + k1 - k0)
+            if rect.kind is Kind.FULL:
+                before = found[-1] if found and found[-1].kind is Kind.FULL else None
+                if before and (before.q0, before.q1, before.k1) == (rect.q0, rect.q1, at):
+                    moved = replace(moved, k0=found.pop().k0)
+                found.append(moved)
+                continue
+            assert rect.kind is Kind.BAND, "the keys of other ranks lie before the queries"
+            offset, keys = rect.offset - (k0 - rect.k0), k1 - k0
+            first, last = max(0, -offset), min(rect.q1 - rect.q0, rect.window + keys - 1 - offset)
+            if first < last:  # the rows that see a key at all
+                found.append(replace(moved, q0=rect.q0 + first, q1=rect.q0 + last, offset=offset + first))
+    return found
 
 
 def _local(own: _Owned, packed: _Packed, window: int | None) -> tuple[Rect, ...]:
@@ -264,6 +362,12 @@ def _square(start: int, end: int, cuts: list[int]) -> Rect:
 
 
 @lru_cache(maxsize=4096)
+def _wanted(q: _Owned, k: _Owned, packed: _Packed, window: int | None) -> tuple[tuple[Rect, ...], tuple[Interval, ...]]:
+    """What one rank computes on the keys of another, and the rows that it needs for that."""
+    rects = _remote(q, k, packed, window)
+    return rects, _key_rows(rects)
+
+
 def _remote(q: _Owned, k: _Owned, packed: _Packed, window: int | None) -> tuple[Rect, ...]:
     """Queries against keys that lie before the query's interval, key rows in the source's local coordinates."""
     rects: list[Rect] = []

@@ -88,11 +88,6 @@ def take(x: Tensor, rows: Sequence[Interval]) -> Tensor:
     return torch.cat([x[a:b] for a, b in rows]) if rows else x[:0]
 
 
-def count(rows: Sequence[Interval]) -> int:
-    """Number of rows in the intervals."""
-    return sum(b - a for a, b in rows)
-
-
 def add_rows(home: Tensor, rows: Sequence[Interval], block: Tensor) -> None:
     """Add the rows of `block`, in order, to the intervals `rows` of `home`."""
     at = 0

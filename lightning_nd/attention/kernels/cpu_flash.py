@@ -125,5 +125,6 @@ def _mask(rect: Rect, dtype: torch.dtype) -> Tensor | None:
 
 @lru_cache(maxsize=4)  # all tiles inside a band share one mask
 def _band(rows: int, keys: int, offset: int, window: int, dtype: torch.dtype) -> Tensor:
-    distance = torch.arange(rows)[:, None] + offset - torch.arange(keys)[None]
+    i, j = (torch.arange(n, dtype=torch.int32) for n in (rows, keys))
+    distance = i[:, None] + offset - j[None]
     return torch.zeros(rows, keys, dtype=dtype).masked_fill_((distance < 0) | (distance >= window), -math.inf)
