@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_nd.attention.plan import Kind, Rect
 
 _BAND_ROWS = 512
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class CpuFlash:
@@ -25,7 +26,7 @@ class CpuFlash:
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
     ) -> bool:
         """CPU, no soft-cap; values no wider than keys (they are padded to the same width)."""
-        return device.type == "cpu" and dtype.is_floating_point and softcap is None and value_dim <= head_dim
+        return device.type == "cpu" and dtype in _DTYPES and softcap is None and value_dim <= head_dim
 
     def split(self, rect: Rect) -> Iterator[Rect]:
         """One call a document; bands in tiles of rows, so that the mask stays tile × (window + tile)."""
@@ -120,11 +121,18 @@ def _band_tiles(rect: Rect) -> Iterator[Rect]:
 def _mask(rect: Rect, dtype: torch.dtype) -> Tensor | None:
     if rect.kind is not Kind.BAND:
         return None
-    return _band(rect.q1 - rect.q0, rect.k1 - rect.k0, rect.offset, rect.window, dtype)
+    mask = _band(rect.q1 - rect.q0, rect.k1 - rect.k0, rect.offset, rect.window, dtype)
+    return mask.view(dtype)
 
 
-@lru_cache(maxsize=4)  # all tiles inside a band share one mask
+# All tiles inside a band share one mask. Made without torch's dispatcher: what selective checkpointing sees of a
+# forward must not depend on what was cached before it.
+@lru_cache(maxsize=8)
 def _band(rows: int, keys: int, offset: int, window: int, dtype: torch.dtype) -> Tensor:
-    i, j = (torch.arange(n, dtype=torch.int32) for n in (rows, keys))
-    distance = i[:, None] + offset - j[None]
-    return torch.zeros(rows, keys, dtype=dtype).masked_fill_((distance < 0) | (distance >= window), -math.inf)
+    distance = np.arange(rows, dtype=np.int32)[:, None] + offset - np.arange(keys, dtype=np.int32)[None]
+    hidden = (distance < 0) | (distance >= window)
+    if dtype == torch.bfloat16:  # numpy has none: the bits of -inf and 0
+        return torch.from_numpy(np.where(hidden, np.uint16(0xFF80), np.uint16(0)).view(np.int16))
+    mask = np.zeros(hidden.shape, dtype=str(dtype).removeprefix("torch."))
+    mask[hidden] = -np.inf
+    return torch.from_numpy(mask)
