@@ -87,7 +87,7 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 def test_a_place_in_other_data_is_refused():
     state = GlobalOrderSampler(range(10), micro_batch_size=2).state_dict(2)
-    with pytest.raises(ValueError, match=r"stands at row 4 of 10 .* now has 11 rows"):
+    with pytest.raises(ValueError, match=r"stands at row 4 of an epoch with .*rows=10; it now has .*rows=11\."):
         GlobalOrderSampler(range(11), micro_batch_size=2).load_state_dict(state)
     # At the end of an epoch the data may have grown.
     state = GlobalOrderSampler(range(10), micro_batch_size=2).state_dict(5)
@@ -145,7 +145,7 @@ def test_an_uneven_tail_repeats_nothing_and_keeps_ranks_in_step(case, size, rank
         assert sorted(t for e in each for t in e[step]) == sorted(batch)
 
 
-@pytest.mark.parametrize(("ranks", "said"), [(2, ""), (3, "no row is repeated, and 1 rank takes part in it without")])
+@pytest.mark.parametrize(("ranks", "said"), [(2, ""), (3, "none is repeated, and 1 rank takes part in it without")])
 def test_the_uneven_tail_is_said(ranks, said, capsys, caplog):
     """A13: 5 rows; with two ranks both have one to read at the end, with three one has none."""
     with caplog.at_level("INFO"):

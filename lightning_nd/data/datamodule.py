@@ -5,6 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ from lightning_nd.data.encode import Encoder, TrainOn
 from lightning_nd.data.errors import DataError
 from lightning_nd.data.loader import Batch, Collator, StatefulLoader
 from lightning_nd.data.node import once_per_node
+from lightning_nd.data.order import Group, PackOrder, RowOrder
 from lightning_nd.data.report import check, describe
 from lightning_nd.data.rows import Message
 from lightning_nd.data.sampler import GlobalOrderSampler, SequentialOrderSampler
@@ -59,6 +61,8 @@ class ChatDataModule(LightningDataModule):
             system role.
         on_bad_row: Refuse a dataset with unusable rows (``error``), or leave them out, counted and listed.
         on_too_long: What to do with rows over ``max_length``: ``error``, ``drop``, or ``truncate``.
+        packing: Lay rows, which do not see each other, end to end in packs of up to ``max_length`` tokens; a
+            micro-batch is ``micro_batch_size`` packs. Prediction is not packed.
         shuffle: Read the training rows in another order every epoch.
         seed: Of that order; the one given to ``seed_everything`` if left out.
         num_workers: Processes that collate batches, for each rank.
@@ -89,6 +93,7 @@ class ChatDataModule(LightningDataModule):
         system: Literal["keep", "fold"] = "keep",
         on_bad_row: OnBadRow = "error",
         on_too_long: OnTooLong = "error",
+        packing: bool = False,
         shuffle: bool = True,
         seed: int | None = None,
         num_workers: int = 0,
@@ -116,6 +121,7 @@ class ChatDataModule(LightningDataModule):
         self.system = system
         self.on_bad_row = on_bad_row
         self.on_too_long = on_too_long
+        self.packing = packing
         self.shuffle = shuffle
         self.seed = seed
         self.num_workers = num_workers
@@ -128,6 +134,7 @@ class ChatDataModule(LightningDataModule):
         self._notes: list[str] = []
         self._datasets: dict[str, TokenDataset] = {}
         self._tallies: dict[str, Tally] = {}
+        self._orders: dict[str, RowOrder] = {}
 
     # -- tokenizer ----------------------------------------------------------------------------------------
 
@@ -212,8 +219,13 @@ class ChatDataModule(LightningDataModule):
         if not names:
             return
         _ = self.tokenizer  # every rank needs it, so every rank says what is wrong with it
+        if self.packing and self._longest is None:
+            raise DataError(
+                "data.packing needs data.max_length, the length of a pack; the tokenizer has no limit either"
+            )
         for name, (folder, tally) in once_per_node(lambda: self._tokenised(names), self.trainer).items():
             self._datasets[name], self._tallies[name] = self._open(folder), tally
+            self._orders[name] = self._order(name)
         rank_zero_info(self.describe(names))
 
     def _tokenised(self, names: list[str]) -> dict[str, tuple[Path, Tally]]:
@@ -259,6 +271,14 @@ class ChatDataModule(LightningDataModule):
                 "Set data.cache_dir to a folder that all processes of a node share"
             ) from error
 
+    def _order(self, name: str) -> RowOrder:
+        dataset = self._datasets[name]
+        groups = [Group(np.arange(len(dataset)))]
+        if self.packing and name != "predict":
+            assert self._longest is not None
+            return PackOrder(groups, dataset.lengths, self._longest)
+        return RowOrder(groups)
+
     @property
     def _longest(self) -> int | None:
         if self.max_length is not None:
@@ -270,7 +290,8 @@ class ChatDataModule(LightningDataModule):
         """The start report of the sources set up so far: rows, tokens, lengths, drops, a decoded sample."""
         lines = [f"data: {note}" for note in self._notes]
         for name in names or list(self._datasets):
-            lines.append(describe(name, self._datasets[name], self._tallies[name], self.tokenizer, self.on_bad_row))
+            dataset, tally, order = self._datasets[name], self._tallies[name], self._orders[name]
+            lines.append(describe(name, dataset, tally, order, self.tokenizer, self.on_bad_row))
         return "\n".join(lines)
 
     def dataset(self, name: str) -> TokenDataset:
@@ -280,24 +301,23 @@ class ChatDataModule(LightningDataModule):
     # -- loaders ------------------------------------------------------------------------------------------
 
     def _loader(self, name: str, *, shuffle: bool, micro_batch_size: int) -> StatefulLoader:
-        dataset = self._datasets[name]
-        trainer = self.trainer
+        dataset, order, trainer = self._datasets[name], self._orders[name], self.trainer
         # Only the strategy knows which ranks share rows; strategies of one process do not have this.
         layout = (getattr(trainer.strategy, "distributed_sampler_kwargs", None) if trainer else None) or {}
         ranks = {"num_replicas": layout.get("num_replicas", 1), "rank": layout.get("rank", 0)}
         sampler: GlobalOrderSampler
         if shuffle and not getattr(trainer, "overfit_batches", 0):
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
-            sampler = GlobalOrderSampler(dataset, micro_batch_size=micro_batch_size, seed=seed, **ranks)
+            sampler = GlobalOrderSampler(dataset, order=order, micro_batch_size=micro_batch_size, seed=seed, **ranks)
         else:
-            sampler = SequentialOrderSampler(dataset, micro_batch_size=micro_batch_size, **ranks)
-        rest = len(dataset) % sampler.rows_per_batch
+            sampler = SequentialOrderSampler(dataset, order=order, micro_batch_size=micro_batch_size, **ranks)
+        rest = len(order) % sampler.rows_per_batch
         if rest and sampler.num_replicas > 1:
             idle = max(0, sampler.num_replicas - rest)
-            without = f", and {idle} {'rank takes' if idle == 1 else 'ranks take'} part in it without a row"
+            without = f", and {idle} {'rank takes' if idle == 1 else 'ranks take'} part in it without a {order.what}"
             rank_zero_info(
-                f"{name}: {len(dataset):,} rows over {sampler.num_replicas} data ranks × {micro_batch_size}: "
-                f"the last micro-batch of an epoch has {rest} of {sampler.rows_per_batch} rows; no row is "
+                f"{name}: {len(order):,} {order.what}s over {sampler.num_replicas} data ranks × {micro_batch_size}: "
+                f"the last micro-batch of an epoch has {rest} of {sampler.rows_per_batch} {order.what}s; none is "
                 f"repeated{without if idle else ''}"
             )
         on_gpu = trainer is not None and trainer.strategy.root_device.type == "cuda"

@@ -50,8 +50,16 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels`` of a row, each ``[length]`` int64."""
+    def __getitem__(self, index: int | tuple[int, ...]) -> dict[str, Tensor]:
+        """``input_ids`` and ``labels`` of a row, each ``[length]`` int64.
+
+        A tuple of rows is a pack: they are laid end to end, and ``position_ids`` start at 0 in each.
+        """
+        if isinstance(index, tuple):
+            rows = [self[row] for row in index]
+            pack = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+            pack["position_ids"] = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])
+            return pack
         if index == NO_ROW:
             # Two tokens, because a causal model needs a next token to have logits for it.
             ids = torch.full((2,), self.pad_id, dtype=torch.int64)

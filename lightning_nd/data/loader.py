@@ -28,7 +28,11 @@ class Collator:
         self.pad_id, self.multiple = pad_id, pad_to_multiple_of or 1
 
     def __call__(self, examples: Sequence[dict[str, Tensor]]) -> Batch:
-        """``input_ids``, ``attention_mask`` and ``labels``, each ``[batch, length]`` int64."""
+        """``input_ids``, ``attention_mask`` and ``labels``, each ``[batch, length]`` int64.
+
+        Packs have ``position_ids`` in place of the mask: transformers tells documents apart by positions that restart,
+        and only where no mask is given. Their padding is a document of its own, without labels.
+        """
         ids = [example["input_ids"] for example in examples]
         longest = max(len(row) for row in ids)
         extra = -longest % self.multiple
@@ -37,11 +41,12 @@ class Collator:
             padded = pad_sequence(rows, batch_first=True, padding_value=value)
             return torch.nn.functional.pad(padded, (0, extra), value=value)
 
-        return {
-            "input_ids": pad(ids, self.pad_id),
-            "attention_mask": pad([torch.ones_like(row) for row in ids], 0),
-            "labels": pad([example["labels"] for example in examples], IGNORE),
-        }
+        batch = {"input_ids": pad(ids, self.pad_id), "labels": pad([example["labels"] for example in examples], IGNORE)}
+        if "position_ids" not in examples[0]:
+            return batch | {"attention_mask": pad([torch.ones_like(row) for row in ids], 0)}
+        length = longest + extra
+        positions = [torch.cat([e["position_ids"], torch.arange(length - len(e["position_ids"]))]) for e in examples]
+        return batch | {"position_ids": torch.stack(positions)}
 
 
 class StatefulLoader(DataLoader[Any]):

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_nd.data.dataset import OnBadRow, OnTooLong, Tally, TokenDataset
 from lightning_nd.data.encode import IGNORE
 from lightning_nd.data.errors import DataError, RowLog
+from lightning_nd.data.order import PackOrder, RowOrder
 
 OPEN, CLOSE = "⟦", "⟧"
 #: How many rows that are too long one report lists; there is no mending them one by one.
@@ -85,7 +86,12 @@ def _what_happened(tally: Tally, on_bad_row: OnBadRow) -> str:
 
 
 def describe(
-    name: str, dataset: TokenDataset, tally: Tally, tokenizer: PreTrainedTokenizerBase, on_bad_row: OnBadRow
+    name: str,
+    dataset: TokenDataset,
+    tally: Tally,
+    order: RowOrder,
+    tokenizer: PreTrainedTokenizerBase,
+    on_bad_row: OnBadRow,
 ) -> str:
     """Rows, tokens, lengths and losses of a source, and one sample with its supervised tokens marked."""
     lengths = dataset.lengths
@@ -95,6 +101,9 @@ def describe(
     if len(lengths):
         low, middle, high = np.percentile(lengths, [0, 50, 95]).astype(int)
         lines.append(f"  length in tokens: shortest {low}, median {middle}, 95% within {high}, longest {lengths.max()}")
+    if isinstance(order, PackOrder):
+        packs = f"{_count(order.packs, 'pack')} of {order.capacity:,} tokens"
+        lines.append(f"  packed end to end into {packs}, {order.efficiency:.1%} full")
     happened = _what_happened(tally, on_bad_row)
     if happened:
         lines.append(f"  {happened}")

@@ -3,24 +3,15 @@
 from collections.abc import Iterator, Sized
 from typing import Any
 
-import torch
+import numpy as np
 from torch.utils.data import DistributedSampler, SequentialSampler
 from typing_extensions import override
 
-from lightning_nd.data.dataset import NO_ROW
-
-
-def global_order(rows: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-    """The order in which all ranks together read an epoch: a function of these arguments alone."""
-    if not shuffle:
-        return list(range(rows))
-    # One generator per (seed, epoch). Their sum would make (0, 1) and (1, 0) the same order.
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(rows, generator=generator).tolist()
+from lightning_nd.data.order import Group, Item, RowOrder
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
-    """Deals a global order out to data ranks, each row to exactly one of them.
+    """Deals a global order out to data ranks, each row (or pack, see ``order``) to exactly one of them.
 
     Global batch k is rows ``[k·B·D, (k+1)·B·D)`` of the order, for micro-batches of B rows on D data ranks;
     within it, rank r reads every D-th row from the r-th on. So D ranks together read what one process with
@@ -32,6 +23,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     Args:
         dataset: Only its length is used.
+        order: What an epoch reads; every row once if left out.
         micro_batch_size: B.
         num_replicas: D.
         rank: The data rank of this process, in [0, D).
@@ -47,12 +39,14 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         micro_batch_size: int,
         num_replicas: int = 1,
         rank: int = 0,
+        order: RowOrder | None = None,
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
         # num_replicas and rank are always given, so no process group is asked for.
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
-        self.rows = len(dataset)
+        self.order = order or RowOrder([Group(np.arange(len(dataset)))])
+        self.rows = len(self.order)
         self.micro_batch_size = micro_batch_size
         self.position = 0
 
@@ -67,11 +61,12 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return -(-self.rows // self.rows_per_batch)
 
     @override
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Item]:
         """Rows of this rank from ``position`` on, in runs of ``micro_batch_size``."""
-        order = global_order(self.rows, self.seed, self.epoch, shuffle=self.shuffle)
+        items = self.order.items(self.seed, self.epoch, shuffle=self.shuffle)
         for start in range(self.position, self.rows, self.rows_per_batch):
-            yield from order[start : start + self.rows_per_batch][self.rank :: self.num_replicas] or [NO_ROW]
+            mine = items[start : start + self.rows_per_batch][self.rank :: self.num_replicas]
+            yield from mine or [self.order.nothing]
 
     @override
     def __len__(self) -> int:
@@ -102,8 +97,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             "seed": self.seed,
             "epoch": epoch,
             "position": position,
-            "rows": self.rows,
             "shuffle": self.shuffle,
+            **self.order.identity,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -113,22 +108,26 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             ValueError: the epoch was begun on another number of rows or in another kind of order.
 
         """
-        if state["position"] and (state["rows"], state["shuffle"]) != (self.rows, self.shuffle):
+        here = {"shuffle": self.shuffle, **self.order.identity}
+        there = {name: value for name, value in state.items() if name not in ("seed", "epoch", "position")}
+        if state["position"] and there != here:
             raise ValueError(
-                f"{type(self).__name__}: the checkpoint stands at row {state['position']} of {state['rows']} "
-                f"(shuffle={state['shuffle']}); the data now has {self.rows} rows (shuffle={self.shuffle}). "
+                f"{type(self).__name__}: the checkpoint stands at {self.order.what} {state['position']} of an epoch "
+                f"with {_say(there)}; it now has {_say(here)}. "
                 "Resume with the same data and settings, or from a checkpoint at the end of an epoch."
             )
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
 
 
-class SequentialOrderSampler(GlobalOrderSampler, SequentialSampler):
+class SequentialOrderSampler(GlobalOrderSampler, SequentialSampler):  # type: ignore[misc]
     """The same in the order of the dataset.
 
     It is a ``SequentialSampler`` by name too, by which Lightning tells that nothing is shuffled.
     """
 
-    def __init__(self, dataset: Sized, *, micro_batch_size: int, num_replicas: int = 1, rank: int = 0) -> None:
-        super().__init__(
-            dataset, micro_batch_size=micro_batch_size, num_replicas=num_replicas, rank=rank, shuffle=False
-        )
+    def __init__(self, dataset: Sized, **options: Any) -> None:
+        super().__init__(dataset, **options, shuffle=False)
+
+
+def _say(identity: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in identity.items())

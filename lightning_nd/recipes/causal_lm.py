@@ -15,6 +15,7 @@ from torchmetrics.aggregation import SumMetric
 from typing_extensions import override
 
 from lightning_nd.assets import resolve
+from lightning_nd.data.isolation import check_isolation
 from lightning_nd.loss import shift_labels
 from lightning_nd.names import nearest
 from lightning_nd.parallelize.context import gather_sequence
@@ -76,6 +77,7 @@ class CausalLM(LightningModule):
         self.exported_to: Path | None = None
         self._window: tuple[Tensor, Tensor] | None = None
         self._step: dict[str, Any] = {}
+        self._packing_checked = False
         self._nll = SumMetric(nan_strategy="disable").set_dtype(torch.float64)
         self._tokens = SumMetric(nan_strategy="disable").set_dtype(torch.float64)
 
@@ -138,6 +140,34 @@ class CausalLM(LightningModule):
         """The transformers model's forward, without a cache."""
         assert self.model is not None
         return self.model(**inputs, use_cache=False)
+
+    @override
+    def on_train_start(self) -> None:
+        self._check_packing()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._check_packing()
+
+    @override
+    def on_test_start(self) -> None:
+        self._check_packing()
+
+    def _check_packing(self) -> None:
+        """Once, with the weights in place: the documents of packs do not see each other (under cp by construction)."""
+        data, strategy = getattr(self.trainer, "datamodule", None), self.trainer.strategy
+        cp = strategy.dims.cp if hasattr(strategy, "dims") else 1
+        if self._packing_checked or data is None or not getattr(data, "packing", False) or cp > 1:
+            return
+        assert self.model is not None
+        self._packing_checked = True
+        with self.trainer.precision_plugin.forward_context():
+            check_isolation(
+                self.model,
+                max(data.micro_batch_size, data.eval_micro_batch_size),
+                strategy.root_device,
+                exact=self.trainer.precision in ("32-true", "64-true") and self.hparams["dtype"] in ("auto", "float32"),
+            )
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
