@@ -76,6 +76,8 @@ class NDStrategy(ModelParallelStrategy):
         cp_method: how keys and values travel: ``"direct"``, ``"ring"``, ``"ulysses"`` or ``"auto"``.
         cp_layout: which tokens a cp rank keeps: ``"zigzag"``, ``"chunks"``, ``"contiguous"`` or ``"auto"``, which
             balances the work of each batch.
+        cp_sdpa: with ``cp`` > 1, a hand-written model's ``F.scaled_dot_product_attention(..., is_causal=True)`` sees
+            all ranks' tokens.
         compile: `torch.compile` each block.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: free gathered parameters after forward; see `torch.distributed.fsdp.fully_shard`.
@@ -104,6 +106,7 @@ class NDStrategy(ModelParallelStrategy):
         activation_checkpointing: ActivationCheckpointing = "none",
         cp_method: Literal["auto", "direct", "ring", "ulysses"] = "auto",
         cp_layout: Literal["auto", "zigzag", "chunks", "contiguous"] = "auto",
+        cp_sdpa: bool = False,
         compile: bool = False,
         cpu_offload: bool = False,
         reshard_after_forward: bool | int = True,
@@ -121,7 +124,7 @@ class NDStrategy(ModelParallelStrategy):
         ParallelDims(**{axis: 1 if degree == "auto" else degree for axis, degree in self._degrees.items()})
         check_activation_checkpointing(activation_checkpointing)
         check_options(cp_method, cp_layout)
-        self._cp_method, self._cp_layout = cp_method, cp_layout
+        self._cp_method, self._cp_layout, self._cp_sdpa = cp_method, cp_layout, cp_sdpa
         self._sequence_parallel = sequence_parallel
         self._tp_plan = tp_plan
         self._activation_checkpointing = activation_checkpointing
@@ -232,6 +235,7 @@ class NDStrategy(ModelParallelStrategy):
                 self._cp_layout,
                 multiple=self.dims.tp if self._sequence_parallel else 1,
                 inside_node=self.num_processes % (self.dims.cp * self.dims.tp) == 0,
+                sdpa=self._cp_sdpa,
             )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh

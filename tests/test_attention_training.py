@@ -93,6 +93,98 @@ def test_a_hand_written_model(pool):
             assert error <= 1e-5, (name, error)
 
 
+class CallsTorch(nn.Module):
+    """A model as people write them: its layers call torch's attention, and know nothing of ranks."""
+
+    def __init__(self, how: str = "causal") -> None:
+        super().__init__()
+        self.net, self.how = HandWritten(), how
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sdpa = nn.functional.scaled_dot_product_attention
+        if self.how == "bidirectional":
+            return sdpa(q, k, v)
+        if self.how == "mask":
+            return sdpa(q, k, v, attn_mask=torch.ones(q.shape[2], k.shape[2]).tril().bool())
+        if self.how == "dropout":
+            return sdpa(q, k, v, dropout_p=0.1, is_causal=True)
+        if self.how == "torch's layer":
+            layer = nn.MultiheadAttention(8, 1, batch_first=True)
+            return layer(q[:, 0], k[:, 0], v[:, 0], need_weights=False)[0]
+        return sdpa(q, k[:, ::2], v[:, ::2], is_causal=True, scale=0.3, enable_gqa=True)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.net(ids, positions, self.attend)
+
+
+class Routed(LightningModule):
+    def __init__(self, how: str = "causal") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.grads = CallsTorch(how), {}
+        self.how = how
+
+    def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
+        positions = batch["position_ids"]
+        if self.how == "positions of its own":
+            positions = torch.arange(positions.shape[1]).expand_as(positions)
+        logits = self.net(batch["input_ids"], positions)
+        return causal_lm_loss(logits, batch["shift_labels"], self.trainer.strategy, shifted=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.grads = {n: p.grad.full_tensor() for n, p in self.net.named_parameters()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _routed(rank: int, world_size: int, how: str = "causal", **options: Any) -> dict[str, Tensor]:
+    batches = make_batches(2, silent_row=False)
+    module = Routed(how)
+    strategy = NDStrategy(cp=2, cp_sdpa=True, **options)
+    trainer = tiny_trainer(
+        rank, world_size, strategy, max_epochs=1, accumulate_grad_batches=2, use_distributed_sampler=False
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    # Outside the model nothing has changed.
+    q = torch.randn(1, 1, 3, 4)
+    assert torch.equal(nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, :, 0], q[:, :, 0])
+    return {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in module.grads.items()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_a_model_that_calls_torchs_attention(pool, recompute):
+    torch.manual_seed(0)
+    net, batches = CallsTorch(), make_batches(2, silent_row=False)
+    total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+    for batch in batches:
+        logits = net(batch["input_ids"], torch.arange(24).expand(4, -1))
+        targets = batch["labels"][:, 1:].flatten()
+        (nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum") / total).backward()
+    for grads in pool.run(_routed, 2, activation_checkpointing=recompute):
+        for name, parameter in net.named_parameters():
+            error = (grads[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
+            assert error <= 1e-5, (name, error)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("bidirectional", "is_causal=False"),
+        ("mask", r"attn_mask of shape \[12, 12\]"),
+        ("dropout", "dropout_p=0.1"),
+        ("torch's layer", "torch.nn.MultiheadAttention"),
+        ("positions of its own", "without the batch's position_ids"),
+    ],
+)
+def test_attention_calls_that_cannot_be_split_are_refused(pool, how, text):
+    with pytest.raises(WorkerError, match=text):
+        pool.run(_routed, 2, how)
+    if how == "mask":
+        with pytest.raises(WorkerError, match="cannot look into compiled blocks"):
+            pool.run(_routed, 2, compile=True)
+
+
 @pytest.mark.parametrize(
     ("attend", "text"),
     [("local", "never called context-parallel attention"), ("unshifted", "pass batch\\['shift_labels'\\]")],

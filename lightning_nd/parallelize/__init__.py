@@ -69,6 +69,11 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
 
     config = how if isinstance(how, ParallelConfig) else how.parallel_config
     if config.context is not None:
+        if config.context.sdpa and config.compile:
+            raise ValueError(
+                "NDStrategy: cp_sdpa=True cannot look into compiled blocks; use compile=False, or call"
+                " lightning_nd.context_parallel_attention in the model."
+            )
         apply_context_parallel(model, config.context)
     if is_parallelized(model):
         check_layout(model, config.meshes.dims)
@@ -86,7 +91,8 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
     if not on_meta:
         agree_on_weights(model)
     tensor = apply_tensor_parallel(model, meshes.tp, config.tp_plan, config.sequence_parallel)
-    apply_activation_checkpointing(model, config.activation_checkpointing, tensor.sequence)
+    router = getattr(model, "_lightning_nd_sdpa", None)
+    apply_activation_checkpointing(model, config.activation_checkpointing, tensor.sequence, router)
     if config.compile:
         apply_compile(model)
     apply_fully_shard(model, meshes.fsdp, config.sharding)

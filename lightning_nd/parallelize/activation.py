@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_nd.attention.sdpa import SDPARouter
 from lightning_nd.parallelize.blocks import find_blocks
 from lightning_nd.parallelize.sequence import SequenceShard
 
@@ -31,7 +32,10 @@ def check_activation_checkpointing(mode: ActivationCheckpointing) -> None:
 
 
 def apply_activation_checkpointing(
-    model: nn.Module, mode: ActivationCheckpointing, sequence: SequenceShard | None = None
+    model: nn.Module,
+    mode: ActivationCheckpointing,
+    sequence: SequenceShard | None = None,
+    attention: SDPARouter | None = None,
 ) -> None:
     """Recompute blocks in the backward pass instead of keeping their activations, in place.
 
@@ -40,13 +44,14 @@ def apply_activation_checkpointing(
         mode: ``"full"`` recomputes every block, ``n`` every n-th one, ``"selective"`` keeps what is dear to recompute
             (attention, and every second matrix product, the rule of torchtitan) and recomputes the rest.
         sequence: the model's sequence shard, whose length a recomputation must see.
+        attention: where the model's own calls of torch's attention go, for the recomputation too.
     """
     check_activation_checkpointing(mode)
     _take_over(model)
     if mode == "none":
         return
     every = mode if isinstance(mode, int) else 1
-    context_fn = partial(_contexts, sequence, mode == "selective")
+    context_fn = partial(_contexts, sequence, attention, mode == "selective")
     for index, (name, block) in enumerate(find_blocks(model)):
         if index % every:
             continue
@@ -74,10 +79,8 @@ def _wrap(model: nn.Module, name: str, block: nn.Module, context_fn: ContextFn) 
     model.get_submodule(parent).register_module(key, wrapped)
 
 
-def _contexts(sequence: SequenceShard | None, selective: bool) -> ContextPair:
-    pairs: list[ContextPair] = []
-    if sequence is not None:
-        pairs.append(sequence.checkpoint_contexts())
+def _contexts(sequence: SequenceShard | None, attention: SDPARouter | None, selective: bool) -> ContextPair:
+    pairs: list[ContextPair] = [x.checkpoint_contexts() for x in (sequence, attention) if x is not None]
     if selective:
         pairs.append(create_selective_checkpoint_contexts(_keep_policy()))
     return _enter([p[0] for p in pairs]), _enter([p[1] for p in pairs])

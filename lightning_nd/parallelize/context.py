@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from lightning_nd.attention.context import METHODS, AttentionContext
 from lightning_nd.attention.interface import CONTEXT_KEY, NAME, check_model, register, windows_of
 from lightning_nd.attention.layout import LAYOUTS, Documents, choose_layout, move_rows
+from lightning_nd.attention.sdpa import SDPARouter
 
 IGNORE = -100
 _BOUNDS = ("cu_seq_lens", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -33,6 +34,7 @@ class ContextParallel:
         layout: `"auto"`, `"zigzag"`, `"chunks"` or `"contiguous"`.
         multiple: each rank's share of a row is padded to a multiple of this (tp, with sequence parallelism).
         inside_node: the group's ranks share one node.
+        sdpa: send the `F.scaled_dot_product_attention` calls of models that are not transformers' over the ranks.
 
     Raises:
         ValueError: for an unknown method or layout.
@@ -43,9 +45,11 @@ class ContextParallel:
     layout: str = "auto"
     multiple: int = 1
     inside_node: bool = True
+    sdpa: bool = False
     windows: set[tuple[int | None, int]] = field(default_factory=set)
     announced: set[str] = field(default_factory=set, repr=False)
     _contexts: WeakIdKeyDictionary = field(default_factory=WeakTensorKeyDictionary, repr=False)
+    _positions: WeakIdKeyDictionary = field(default_factory=WeakTensorKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
         check_options(self.method, self.layout)
@@ -86,6 +90,7 @@ class ContextParallel:
                 tokens = _tokens(batch)
                 if tokens is not None:
                     self._contexts[tokens] = batch[CONTEXT_KEY]
+                    self._positions[batch["position_ids"]] = batch[CONTEXT_KEY]
             else:
                 for value in batch.values():
                     self.remember(value)
@@ -104,12 +109,17 @@ class ContextParallel:
             raise RuntimeError(
                 "NDStrategy: the model never called context-parallel attention, so under cp > 1 each rank attended"
                 " to its own tokens only. Call lightning_nd.context_parallel_attention(q, k, v,"
-                f" batch[{CONTEXT_KEY!r}]) in its layers, or use cp=1."
+                f" batch[{CONTEXT_KEY!r}]) in its layers, set cp_sdpa=True if they call"
+                " F.scaled_dot_product_attention, or use cp=1."
             )
 
     def context_of(self, tokens: Any) -> AttentionContext | None:
         """The context of tokens that came out of `shard`, found by the tensor itself."""
         return self._contexts.get(tokens) if isinstance(tokens, Tensor) else None
+
+    def positions_of(self, positions: Any) -> AttentionContext | None:
+        """The context of position ids that came out of `shard`, found by the tensor itself."""
+        return self._positions.get(positions) if isinstance(positions, Tensor) else None
 
 
 def check_options(method: str, layout: str) -> None:
@@ -145,6 +155,8 @@ def apply_context_parallel(model: nn.Module, cp: ContextParallel) -> None:
 
     if not isinstance(model, PreTrainedModel):
         cp.windows.add((None, 1))
+        if cp.sdpa:
+            _route_sdpa(model, cp)
         return
     again = hasattr(model, "_lightning_nd_context")
     model._lightning_nd_context = cp  # type: ignore[assignment]
@@ -179,6 +191,32 @@ def apply_context_parallel(model: nn.Module, cp: ContextParallel) -> None:
         return args, kwargs
 
     model.register_forward_pre_hook(give_context, with_kwargs=True)
+
+
+def _route_sdpa(model: nn.Module, cp: ContextParallel) -> None:
+    """Let the causal attention calls inside a hand-written model's forward reach all ranks' tokens."""
+    again = hasattr(model, "_lightning_nd_sdpa")
+    model._lightning_nd_context = cp  # type: ignore[assignment]
+    if again:
+        return
+    router = SDPARouter()
+    model._lightning_nd_sdpa = router  # type: ignore[assignment]
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        holder = module._lightning_nd_context
+        assert isinstance(holder, ContextParallel)
+        given = [*args, *kwargs.values()]
+        context = next((found for x in given if (found := holder.positions_of(x)) is not None), None)
+        if context is None:
+            raise RuntimeError(
+                f"NDStrategy: {type(module).__name__} was called without the batch's position_ids. With cp_sdpa=True"
+                " they tell its attention where its tokens are, and the model must use them: counting positions from 0"
+                " would be wrong on every rank. Pass batch['position_ids'] as it is."
+            )
+        router.enter(context)
+
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.register_forward_hook(lambda *_: router.leave(), always_call=True)
 
 
 def _check_fits(module: nn.Module, tokens: Any, context: AttentionContext) -> None:
