@@ -46,7 +46,7 @@ $(VENV)/.smollm2: $(VENV)/.installed
 	@touch $@
 
 .cache/smollm2/ready: $(VENV)/.smollm2
-	$(BIN)/python -m lightning_nd.assets.smollm2 .cache/smollm2
+	$(BIN)/python -m lightning_nd.assets.smollm2 .cache/smollm2 --max-rows 2000
 	@touch $@
 
 quickstart-smollm2: .cache/smollm2/ready

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
@@ -194,7 +195,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
 
     Args:
         cluster_environment, num_processes, num_nodes: as in Lightning's launcher.
-        preflight: called with the Trainer before any process is started; what it raises ends the job.
+        preflight: called with the Trainer and its data module, if any, before any process is started; what it raises
+            ends the job.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        preflight: Callable[[Any], None] | None = None,
+        preflight: Callable[[Any, Any], None] | None = None,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._preflight = preflight
@@ -212,7 +214,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if self._preflight is not None and trainer is not None and not is_child():
-            self._preflight(trainer)
+            data = next((a for a in (*args, *kwargs.values()) if isinstance(a, LightningDataModule)), None)
+            self._preflight(trainer, data)
         if not environment.creates_processes_externally:
             os.environ[_REPORTS] = tempfile.mkdtemp(prefix="lightning-nd-")
             atexit.register(shutil.rmtree, os.environ[_REPORTS], ignore_errors=True)

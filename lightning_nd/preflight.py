@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-def preflight(trainer: pl.Trainer, dims: ParallelDims, tp_plan: TPPlan | Literal["auto"] = "auto") -> None:
-    """Refuse a Trainer and a model that cannot run on this layout.
+def preflight(
+    trainer: pl.Trainer,
+    data: pl.LightningDataModule | None,
+    dims: ParallelDims,
+    tp_plan: TPPlan | Literal["auto"] = "auto",
+) -> None:
+    """Refuse a Trainer, a model and data that cannot run on this layout.
 
     Looks at the models that the LightningModule has made in ``__init__``, and at those that its method ``skeleton()``
-    returns (a meta model of what `configure_model` will load), if it has one. The same checks are made again when the
-    model is parallelised; here they come seconds earlier, and once instead of once a rank.
+    returns (a meta model of what `configure_model` will load), if it has one. A data module with a method
+    ``preflight(stage)`` checks its sources. The same checks are made again by every rank; here they come seconds
+    earlier, and once.
 
     Raises:
         ValueError: naming what was given, what is allowed, and what to change.
@@ -36,3 +42,7 @@ def preflight(trainer: pl.Trainer, dims: ParallelDims, tp_plan: TPPlan | Literal
             check_context_parallel(model)
         if roots.is_causal_lm(model):
             roots.check_objective(model, dims)
+    if data is not None and callable(check := getattr(data, "preflight", None)):
+        data.trainer = trainer
+        assert trainer.state.fn is not None
+        check(trainer.state.fn.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from tiny import tiny_model
 from torch import nn
 
 from lightning_nd import NDStrategy
+from lightning_nd.data import ChatDataModule, DataError
 from lightning_nd.launch import LocalLauncher, _same_error
 from lightning_nd.recipes import CausalLM
 
@@ -35,9 +37,12 @@ def _no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalLauncher, "_call_children_scripts", refuse)
 
 
-def fit(module: pl.LightningModule, devices: int, trainer: dict[str, Any] | None = None, **degrees: Any) -> None:
+def fit(
+    module: pl.LightningModule, devices: int, trainer: dict[str, Any] | None = None, data: Any = None, **degrees: Any
+) -> None:
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", **(trainer or {})}
-    pl.Trainer(devices=devices, strategy=NDStrategy(**degrees), **options).fit(module, [{}])
+    given = {"datamodule": data} if data is not None else {"train_dataloaders": [{}]}
+    pl.Trainer(devices=devices, strategy=NDStrategy(**degrees), **options).fit(module, **given)
 
 
 def test_a_model_made_in_init_is_checked() -> None:
@@ -59,6 +64,14 @@ def test_a_model_that_is_still_to_be_loaded_is_checked_by_its_configuration() ->
 def test_no_accumulation_of_nothing() -> None:
     with pytest.raises(ValueError, match="accumulate_grad_batches is 0; it must be at least 1"):
         fit(Holder(tiny_model()), 2, {"accumulate_grad_batches": 0})
+
+
+def test_rows_are_checked_before_processes_start(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    data = ChatDataModule(str(rows), max_length=64, micro_batch_size=1)
+    with pytest.raises(DataError, match=rf"{rows}:2"):
+        fit(CausalLM("lightning_nd://quickstart/model"), 2, data=data)
 
 
 def test_what_is_right_goes_on_to_start_processes() -> None:

@@ -145,7 +145,9 @@ def make_conversations(directory: Path, max_rows: int | None = None) -> dict[str
             rows[split].append(json.dumps(row, ensure_ascii=False) + "\n")
     for split, lines in rows.items():
         if max_rows is not None:
-            del lines[max_rows if split == "train" else max(1, max_rows // 10) :]
+            kept = max_rows if split == "train" else max(1, max_rows // 10)
+            counts[f"more {split} rows left out (--max-rows)"] = max(0, len(lines) - kept)
+            del lines[kept:]
         part = directory / f"{split}.jsonl.part{os.getpid()}"
         part.write_text("".join(lines), encoding="utf-8")
         part.rename(directory / f"{split}.jsonl")

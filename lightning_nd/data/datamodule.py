@@ -204,29 +204,45 @@ class ChatDataModule(LightningDataModule):
 
     # -- datasets -----------------------------------------------------------------------------------------
 
+    def preflight(self, stage: str) -> None:
+        """Read, check and tokenise the sources of a stage in this process, for the ranks that it will start.
+
+        Raises:
+            DataError: what `setup` would raise on every rank.
+
+        """
+        self._check_ready()
+        self._tokenised(self._needed([stage]))
+
     @override
     def setup(self, stage: str | None = None) -> None:
         """Read, check and tokenise the sources of a stage (``fit``, ``validate``, ``test``, ``predict``)."""
         stages = list(_STAGES) if stage is None else [str(getattr(stage, "value", stage))]
-        needed = [name for s in stages for name in _STAGES[s]]
-        self._build([name for name in dict.fromkeys(needed) if self.files[name] is not None])
+        self._build(self._needed(stages))
         for s in stages if stage is not None else []:
             if self.files[_STAGES[s][0]] is None:
                 raise DataError(f"{s} needs data.{_STAGES[s][0]}, a file or glob, and it is not set")
+
+    def _needed(self, stages: list[str]) -> list[str]:
+        needed = [name for stage in stages for name in _STAGES[stage]]
+        return [name for name in dict.fromkeys(needed) if self.files[name] is not None]
 
     def _build(self, names: list[str]) -> None:
         names = [name for name in names if name not in self._datasets]
         if not names:
             return
+        self._check_ready()
+        for name, (folder, tally) in once_per_node(lambda: self._tokenised(names), self.trainer).items():
+            self._datasets[name], self._tallies[name] = self._open(folder), tally
+            self._orders[name] = self._order(name)
+        rank_zero_info(self.describe(names))
+
+    def _check_ready(self) -> None:
         _ = self.tokenizer  # every rank needs it, so every rank says what is wrong with it
         if self.packing and self._longest is None:
             raise DataError(
                 "data.packing needs data.max_length, the length of a pack; the tokenizer has no limit either"
             )
-        for name, (folder, tally) in once_per_node(lambda: self._tokenised(names), self.trainer).items():
-            self._datasets[name], self._tallies[name] = self._open(folder), tally
-            self._orders[name] = self._order(name)
-        rank_zero_info(self.describe(names))
 
     def _tokenised(self, names: list[str]) -> dict[str, tuple[Path, Tally]]:
         """The folders with the tokens of sources, made where there are none yet. One process a node does this."""
