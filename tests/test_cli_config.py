@@ -288,3 +288,18 @@ def test_refusals_are_messages_and_bugs_are_tracebacks(capsys: pytest.CaptureFix
     assert "Traceback" not in err
     assert main(["fit", "--config", "missing.yaml"]) == 2
     assert "missing.yaml" in capsys.readouterr().err
+
+
+def test_sources_with_options_are_found_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.jsonl").write_text('{"text": "a"}\n')
+    text = "model: {init_args: {model: gpt2}}\ndata: {init_args: {train: %s, val: {path: a.jsonl}}}\n"
+    data = parse(
+        text % "[{path: a.jsonl, weight: 2}, a.jsonl, {hub: a/b, split: c}]", name="sub/run.yaml"
+    ).data.init_args
+    beside = str(tmp_path / "sub" / "a.jsonl")
+    first, second, third = data.train
+    assert (first, second, third) == ({"path": beside, "weight": 2}, beside, {"hub": "a/b", "split": "c"})
+    assert data.val == {"path": beside}
+    with pytest.raises(ConfigError, match=r"data.train: 'none\.csv' does not exist; looked for .*/sub/none\.csv"):
+        parse(text % "[{path: none.csv, weight: 2}]", name="sub/run.yaml")

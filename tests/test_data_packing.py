@@ -168,7 +168,7 @@ def test_packing_needs_a_length(folder):
 
 def test_prediction_is_not_packed(folder):
     data = module(folder)
-    data.files["predict"] = data.files["train"]
+    data.sources["predict"] = data.sources["train"]
     data.setup("predict")
     assert [len(batch["input_ids"]) for batch in data.predict_dataloader()] == [1] * 15
 

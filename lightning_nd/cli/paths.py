@@ -23,6 +23,7 @@ INPUTS = {
     "data": {"train", "val", "test", "predict", "tokenizer", "chat_template"},
     "trainer": {"prompts"},
 }
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _FILES = {"train", "val", "test", "predict", "prompts"}
 OUTPUTS = {"default_root_dir", "export_dir", "dirpath", "save_dir"}
 
@@ -51,6 +52,8 @@ class PathResolver:
     def _resolve_value(self, value: Any, folder: Path) -> Any:
         if isinstance(value, list):  # of files
             return [self._resolve_value(item, folder) for item in value]
+        if isinstance(value, dict):  # a source with its options
+            return {k: self._resolve_value(v, folder) if k == "path" else v for k, v in value.items()}
         if not isinstance(value, str) or not value or os.path.isabs(value) or value.startswith("~") or "://" in value:
             return value
         beside, here = folder / value, self.start / value
@@ -77,12 +80,13 @@ class PathResolver:
 
     def _missing(self, value: Any, where: str, *, only_paths: bool) -> Iterator[str]:
         for item in value if isinstance(value, list) else [value]:
+            item = _path_of(item)
             if not isinstance(item, str) or not item:
                 continue
             looks_local = item.startswith((".", "/", "~")) or item.count("/") > 1
             if only_paths and not looks_local:
                 continue  # a hub id
-            if not only_paths and not (looks_local or Path(item).suffix in (".jsonl", ".ndjson", ".json", ".parquet")):
+            if not only_paths and not (looks_local or Path(item).suffix in _SUFFIXES):
                 continue
             path = os.path.normpath(self.start / os.path.expanduser(item))
             if not _found(Path(path)) and "://" not in item:
@@ -97,17 +101,24 @@ def _found(path: Path) -> bool:
 def _expand(value: Any) -> Any:
     if isinstance(value, list):
         return [_expand(item) for item in value]
+    if isinstance(value, dict | Namespace) and isinstance(_path_of(value), str):
+        value["path"] = _expand(value["path"])
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
 
 
+def _path_of(value: Any) -> Any:
+    """The path of a source that is written with its options, the value itself otherwise."""
+    return value.get("path") if isinstance(value, dict | Namespace) else value
+
+
 def _find(value: Any, names: set[str]) -> Iterator[tuple[Any, str]]:
-    """Every (mapping, key) below ``value`` whose key is one of ``names`` and holds a string or a list."""
+    """Every (mapping, key) below ``value`` whose key is one of ``names`` and holds files."""
     if isinstance(value, list):
         for item in value:
             yield from _find(item, names)
     elif isinstance(value, dict | Namespace):
         for key, child in list((value if isinstance(value, dict) else vars(value)).items()):
-            if key in names and isinstance(child, str | list):
+            if key in names and (isinstance(child, str | list) or (key in _FILES and _path_of(child))):
                 yield value, key
             else:
                 yield from _find(child, names)

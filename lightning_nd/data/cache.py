@@ -124,7 +124,8 @@ def write(root: Path, encoded: Iterator[Encoded], files: list[Path]) -> tuple[Pa
 
     """
     _sweep(root)
-    tally = Tally(files)
+    tally = Tally(files, rows_of=[0] * len(files))
+    place = {path: number for number, path in enumerate(files)}
     folder = Path(tempfile.mkdtemp(dir=root, prefix=_UNFINISHED))
     folder.chmod(0o755)
     try:
@@ -134,6 +135,7 @@ def write(root: Path, encoded: Iterator[Encoded], files: list[Path]) -> tuple[Pa
             }
             for part in encoded:
                 tally.add(part.tally)
+                tally.rows_of[place[part.file]] += part.tally.rows
                 for name, file in open_files.items():
                     file.write(part.arrays[name].tobytes())
         meta = {

@@ -17,24 +17,25 @@ from lightning_nd.data import cache
 from lightning_nd.data.dataset import OnBadRow, OnTooLong, Tally, TokenDataset
 from lightning_nd.data.encode import Encoder, TrainOn
 from lightning_nd.data.errors import DataError
+from lightning_nd.data.inputs import Input, as_sources, find_inputs
 from lightning_nd.data.loader import Batch, Collator, StatefulLoader
 from lightning_nd.data.node import once_per_node
 from lightning_nd.data.order import Group, PackOrder, RowOrder
 from lightning_nd.data.report import check, describe
 from lightning_nd.data.rows import Message
 from lightning_nd.data.sampler import GlobalOrderSampler, SequentialOrderSampler
-from lightning_nd.data.sources import find_files, split_file
 from lightning_nd.data.template import ChatRenderer, prepare_tokenizer
 from lightning_nd.data.tokenise import Policy, tokenise
 
-Files = str | list[str]
+# A dictionary is a `lightning_nd.data.inputs.Source`, checked with our own words.
+Files = str | dict[str, Any] | list[str | dict[str, Any]]
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 # Tokenizers without a limit say so with a huge number.
 _NO_LIMIT = 10**9
 
 
 class ChatDataModule(LightningDataModule):
-    """Rows of JSONL, JSON or Parquet files as padded batches of token ids and labels.
+    """Rows of JSONL, JSON, CSV or Parquet files, or of the hub, as batches of token ids and labels.
 
     A row has ``messages`` (and ``tools``), ``prompt`` and ``completion``, ``input_ids`` (and ``labels``), or
     ``text``. All rows are read and checked in ``setup``, before any weights are loaded. A batch is a dict of
@@ -45,8 +46,9 @@ class ChatDataModule(LightningDataModule):
     sampler of its own. See ``docs/data.md``.
 
     Args:
-        train: File, glob, or several of them. Relative paths start at the current directory, ``~`` is the
-            home directory, ``lightning_nd://quickstart/train.jsonl`` is a file of the package.
+        train: File, glob, ``{path: …, weight: 2}``, ``{hub: …, split: …}``, or several of them. Relative paths start
+            at the current directory, ``~`` is the home directory, ``lightning_nd://quickstart/train.jsonl`` is a file
+            of the package.
         val: Likewise, for validation.
         test: Likewise, for testing.
         predict: Likewise, for prediction; its conversations may end with a user turn.
@@ -112,7 +114,8 @@ class ChatDataModule(LightningDataModule):
         _check_at_least("num_workers", num_workers, 0)
         _check_at_least("num_proc", num_proc, 1)
         _check_at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
-        self.files = {"train": train, "val": val, "test": test, "predict": predict}
+        given = {"train": train, "val": val, "test": test, "predict": predict}
+        self.sources = {name: as_sources(value, f"data.{name}") for name, value in given.items()}
         self.chat_template = chat_template
         self.max_length = max_length
         self.micro_batch_size = micro_batch_size
@@ -220,21 +223,21 @@ class ChatDataModule(LightningDataModule):
         stages = list(_STAGES) if stage is None else [str(getattr(stage, "value", stage))]
         self._build(self._needed(stages))
         for s in stages if stage is not None else []:
-            if self.files[_STAGES[s][0]] is None:
+            if not self.sources[_STAGES[s][0]]:
                 raise DataError(f"{s} needs data.{_STAGES[s][0]}, a file or glob, and it is not set")
 
     def _needed(self, stages: list[str]) -> list[str]:
         needed = [name for stage in stages for name in _STAGES[stage]]
-        return [name for name in dict.fromkeys(needed) if self.files[name] is not None]
+        return [name for name in dict.fromkeys(needed) if self.sources[name]]
 
     def _build(self, names: list[str]) -> None:
         names = [name for name in names if name not in self._datasets]
         if not names:
             return
         self._check_ready()
-        for name, (folder, tally) in once_per_node(lambda: self._tokenised(names), self.trainer).items():
+        for name, (folder, tally, weights) in once_per_node(lambda: self._tokenised(names), self.trainer).items():
             self._datasets[name], self._tallies[name] = self._open(folder), tally
-            self._orders[name] = self._order(name)
+            self._orders[name] = self._order(name, weights)
         rank_zero_info(self.describe(names))
 
     def _check_ready(self) -> None:
@@ -244,22 +247,24 @@ class ChatDataModule(LightningDataModule):
                 "data.packing needs data.max_length, the length of a pack; the tokenizer has no limit either"
             )
 
-    def _tokenised(self, names: list[str]) -> dict[str, tuple[Path, Tally]]:
-        """The folders with the tokens of sources, made where there are none yet. One process a node does this."""
+    def _tokenised(self, names: list[str]) -> dict[str, tuple[Path, Tally, list[float]]]:
+        """By name, the folder with its tokens, made if there is none yet, its tally, and the weight of each file.
+
+        One process a node does this.
+        """
         if self._encoder is None:
             self._encoder = Encoder(self.tokenizer, self.train_on)
         root = cache.cache_folder(self.cache_dir)
         folders: dict[str, Path] = {}
         tallies: dict[str, Tally] = {}
+        inputs: dict[str, list[Input]] = {}
         made: dict[str, Path] = {}
         try:
             for name in names:
-                files = find_files(self.files[name] or [], f"data.{name}")
-                pieces, digests = [], []
-                for path in files:
-                    of_file, digest = split_file(path)
-                    pieces += of_file
-                    digests.append(digest)
+                inputs[name] = find_inputs(self.sources[name], f"data.{name}")
+                split = [one.split() for one in inputs[name]]
+                pieces, digests = [p for of_one, _ in split for p in of_one], [digest for _, digest in split]
+                files = [one.name for one in inputs[name]]
                 policy = Policy(self._longest, self.on_too_long, prompts=name == "predict")
                 folders[name] = root / cache.key_of(
                     self.tokenizer, digests, {"train_on": self.train_on, **vars(policy)}
@@ -276,7 +281,7 @@ class ChatDataModule(LightningDataModule):
         finally:
             for folder in made.values():
                 cache.discard(folder)
-        return {name: (folders[name], tallies[name]) for name in names}
+        return {name: (folders[name], tallies[name], [one.weight for one in inputs[name]]) for name in names}
 
     def _open(self, folder: Path) -> TokenDataset:
         try:
@@ -287,9 +292,10 @@ class ChatDataModule(LightningDataModule):
                 "Set data.cache_dir to a folder that all processes of a node share"
             ) from error
 
-    def _order(self, name: str) -> RowOrder:
+    def _order(self, name: str, weights: list[float]) -> RowOrder:
         dataset = self._datasets[name]
-        groups = [Group(np.arange(len(dataset)))]
+        weight_of_row = np.repeat(weights, self._tallies[name].rows_of)
+        groups = [Group(np.flatnonzero(weight_of_row == weight), weight) for weight in dict.fromkeys(weights)]
         if self.packing and name != "predict":
             assert self._longest is not None
             return PackOrder(groups, dataset.lengths, self._longest)
@@ -354,7 +360,7 @@ class ChatDataModule(LightningDataModule):
 
     def _evaluation(self, name: str) -> dict[str, DataLoader[Batch]] | DataLoader[Batch]:
         # Lightning skips a stage without loaders; it takes an empty list for a loader, an empty dict for none.
-        if self.files[name] is None:
+        if not self.sources[name]:
             return {}
         return self._loader(name, shuffle=False, micro_batch_size=self.eval_micro_batch_size)
 

@@ -89,6 +89,7 @@ class Tally:
     """What happened to the rows of one source on the way in."""
 
     files: list[Path] = field(default_factory=list)
+    rows_of: list[int] = field(default_factory=list)  # of each file
     rows: int = 0
     supervised: int = 0
     bad: RowLog = field(default_factory=RowLog)
@@ -109,7 +110,7 @@ class Tally:
                 getattr(self, name).extend(value)
             elif name == "longest":
                 self.longest = max(self.longest, value)
-            elif name != "files":
+            elif name not in ("files", "rows_of"):
                 setattr(self, name, getattr(self, name) + value)
 
     def to_json(self) -> str:

@@ -101,6 +101,13 @@ def describe(
     if len(lengths):
         low, middle, high = np.percentile(lengths, [0, 50, 95]).astype(int)
         lines.append(f"  length in tokens: shortest {low}, median {middle}, 95% within {high}, longest {lengths.max()}")
+    if len(order.groups) > 1 or order.groups[0].weight != 1:
+        for group in order.groups:
+            part = f"{_count(len(group.rows), 'row')} with {_count(int(lengths[group.rows].sum()), 'token')}"
+            lines.append(f"  weight {group.weight:g}: {part}, read {group.weight:g} times an epoch")
+    for path, rows in zip(tally.files, tally.rows_of, strict=True):
+        if not rows:
+            lines.append(f"  warning: no row of {path} is used")
     if isinstance(order, PackOrder):
         packs = f"{_count(order.packs, 'pack')} of {order.capacity:,} tokens"
         lines.append(f"  packed end to end into {packs}, {order.efficiency:.1%} full")

@@ -1,18 +1,15 @@
 """Reading rows from JSONL, JSON, CSV and Parquet files, each with the place it came from."""
 
 import csv
-import glob
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from os import PathLike
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_nd.assets import resolve
 from lightning_nd.data.errors import DataError, Where
 
 _BOM = b"\xef\xbb\xbf"
@@ -31,52 +28,12 @@ class RawRow:
     problem: str | None = None
 
 
-def find_files(patterns: str | PathLike[str] | Sequence[str | PathLike[str]], setting: str) -> list[Path]:
-    """The files that paths and globs name, absolute, in the order given and sorted within one glob.
-
-    A relative path starts at the current directory, ``~`` is the home directory, ``**`` crosses folders and
-    ``lightning_nd://quickstart/train.jsonl`` names a file of the package.
-
-    Args:
-        patterns: One path or glob, or several.
-        setting: The option that the patterns come from, for messages.
-
-    Raises:
-        DataError: nothing matches, a folder is given, or the format is unknown; the absolute path is shown.
-
-    """
-    files: list[Path] = []
-    for pattern in [patterns] if isinstance(patterns, str | PathLike) else patterns:
-        try:
-            path = Path(resolve(str(pattern))).expanduser().absolute()
-        except FileNotFoundError as error:
-            raise DataError(f"{setting}: {error}") from error
-        if path.is_dir():
-            raise DataError(f"{setting}: {path} is a folder. Name its files, for example {path}/*.jsonl")
-        # A file may have brackets in its name, so the literal path comes first.
-        found = [path] if path.is_file() else sorted(Path(p) for p in glob.glob(str(path), recursive=True))
-        found = [p for p in found if p.is_file()]
-        if not found:
-            raise DataError(
-                f"{setting}: no file {path} (given as {str(pattern)!r}; a relative path starts at the "
-                f"current directory, {Path.cwd()})"
-            )
-        files += [p for p in found if p not in files]
-    for path in files:
-        if path.suffix.lower() not in SUFFIXES:
-            allowed = ", ".join(SUFFIXES)
-            raise DataError(f"{setting}: {path} has an unknown format {path.suffix!r}; allowed are {allowed}")
-    if not files:
-        raise DataError(f"{setting}: an empty list of files")
-    return files
-
-
 @dataclass(frozen=True)
 class Piece:
     """A part of a file that can be read on its own; ``stop`` None is its end.
 
     ``start`` and ``stop`` are bytes in files of lines, rows in Parquet. ``number`` is the number of the first row or
-    line, ``size`` the bytes (in Parquet, an estimate).
+    line, ``size`` the bytes (in Parquet, an estimate). A piece of a ``dataset`` is a range of its rows.
     """
 
     path: Path
@@ -84,6 +41,7 @@ class Piece:
     stop: int | None
     number: int
     size: int
+    dataset: Any = field(default=None, compare=False, repr=False)
 
 
 def split_file(path: Path) -> tuple[list[Piece], str]:
@@ -128,7 +86,11 @@ def read_rows(path: Path) -> Iterator[RawRow]:
 def read_piece(piece: Piece) -> Iterator[RawRow]:
     """As ``read_rows``, for a piece of a file."""
     suffix = piece.path.suffix.lower()
-    if suffix == ".parquet":
+    if piece.dataset is not None:
+        rows = piece.dataset.with_format("arrow")[piece.start : piece.stop].to_pylist()
+        for number, row in enumerate(rows, start=piece.number):
+            yield RawRow(Where(piece.path, number, "row"), _without_nulls(row))
+    elif suffix == ".parquet":
         yield from _read_parquet(piece)
     elif suffix == ".csv":
         yield from _read_csv(piece.path)

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class Policy:
 class Encoded:
     """The rows of a piece of a file, one after the other, and what happened to those that are missing."""
 
+    file: Path
     arrays: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     fatal: str | None = None  # why nothing of this source can be used
@@ -125,7 +127,7 @@ class _Pieces(Dataset[Encoded]):
         try:
             return encode_piece(self.pieces[index], self.encoder, self.policy)
         except DataError as error:
-            return Encoded(fatal=str(error))
+            return Encoded(self.pieces[index].path, fatal=str(error))
 
 
 def encode_piece(piece: Piece, encoder: Encoder, policy: Policy) -> Encoded:
@@ -161,7 +163,7 @@ def encode_piece(piece: Piece, encoder: Encoder, policy: Policy) -> Encoded:
         "supervised": np.asarray([e.supervised for e in examples], dtype=np.int32),
     }
     tally.rows, tally.supervised = len(examples), int(arrays["supervised"].sum())
-    return Encoded(arrays, tally)
+    return Encoded(piece.path, arrays, tally)
 
 
 def _flat(lists: list[list[int]]) -> npt.NDArray[np.int32]:
