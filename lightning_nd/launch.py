@@ -215,7 +215,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if self._preflight is not None and trainer is not None and not is_child():
             data = next((a for a in (*args, *kwargs.values()) if isinstance(a, LightningDataModule)), None)
-            self._preflight(trainer, data)
+            # Where others start the processes, all of them come by here, and one a node is to read the data: in setup.
+            self._preflight(trainer, None if environment.creates_processes_externally else data)
         if not environment.creates_processes_externally:
             os.environ[_REPORTS] = tempfile.mkdtemp(prefix="lightning-nd-")
             atexit.register(shutil.rmtree, os.environ[_REPORTS], ignore_errors=True)
