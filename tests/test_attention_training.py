@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_nd
 from lightning_nd import NDStrategy
+from lightning_nd.attention.kernels import choose_kernel
 from lightning_nd.loss import causal_lm_loss
 
 
@@ -232,6 +234,87 @@ def test_validate_test_and_predict(pool):
             real = batch["attention_mask"].bool()
             assert mine.shape == want.shape
             torch.testing.assert_close(mine[real], want[real], atol=1e-4, rtol=1e-4)
+
+
+class Predicts(LightningModule):
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.model, self.how, self.kept = make_model("qwen3"), how, None
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        one = batch["chosen"] if self.how == "pair" else batch
+        logits = self.model(**one).logits
+        if self.how == "wrong tensor":
+            logits = logits[:, :-1]
+        self.kept = logits if self.kept is None else self.kept
+        return one["row"], lightning_nd.gather_sequence(logits)
+
+    def on_predict_epoch_end(self) -> None:
+        if self.how == "too late":
+            lightning_nd.gather_sequence(self.kept)
+
+
+def numbered(rows: int, length: int = 23) -> dict[str, Any]:
+    batch = make_batches(1, rows=rows, length=length)[0]
+    return batch | {"row": torch.arange(rows)}
+
+
+def _predict(rank: int, world_size: int, cp: int, how: str = "") -> list[tuple[Tensor, Tensor]]:
+    batch = numbered(8)
+    rows = [{name: value[i] for name, value in batch.items()} for i in range(8)]
+    if how == "pair":
+        rows = [{"chosen": row, "rejected": row} for row in rows]
+    module = Predicts(how)
+    trainer = tiny_trainer(rank, world_size, NDStrategy(cp=cp, dp_shard=world_size // cp))
+    predictions = trainer.predict(module, DataLoader(rows, batch_size=2, shuffle=False))
+    return [(row, logits.detach()) for row, logits in predictions]
+
+
+@pytest.mark.parametrize(("cp", "world_size"), [(2, 4), (1, 2)])
+def test_predict_returns_each_row_once_in_whole(pool, cp, world_size):
+    batch = numbered(8)
+    with torch.no_grad():
+        want = make_model("qwen3").eval()(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    answers = pool.run(_predict, world_size, cp)
+    for peers in range(cp):  # ranks of one place along cp share out the rows, and cp peers return the same
+        found = [
+            (int(r), x) for answer in answers[peers::cp] for rows, y in answer for r, x in zip(rows, y, strict=True)
+        ]
+        assert sorted(row for row, _ in found) == list(range(8))
+        for row, logits in found:
+            assert logits.shape == want[row].shape
+            real = batch["attention_mask"][row].bool()
+            torch.testing.assert_close(logits[real], want[row][real], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("pair", "the step's batch holds 2 sequences"),
+        ("wrong tensor", r"this rank holds \[2, 12\]"),
+        ("too late", "is gone"),
+    ],
+)
+def test_gathering_without_knowing_the_batch_is_refused(pool, how, text):
+    with pytest.raises(WorkerError, match=text):
+        pool.run(_predict, 2, 2, how)
+
+
+def _announced(rank: int, world_size: int) -> None:
+    choose_kernel.cache_clear()
+    module = Evaluated()
+    trainer = tiny_trainer(rank, world_size, NDStrategy(cp=2), use_distributed_sampler=False)
+    trainer.validate(module, DataLoader(make_batches(1) * 3, batch_size=None), verbose=False)
+
+
+def test_choices_are_logged_once_with_their_reason(pool):
+    pool.run(_announced, 2)
+    said = [line for line in pool.output(0).splitlines() if line.startswith("NDStrategy: c")]
+    assert len(said) == 3, said
+    assert re.match(r"NDStrategy: cp_layout='auto' picks '\w+': max/mean work 1.*would cost", said[0])
+    assert re.match(r"NDStrategy: cp_method='auto' picks '\w+': estimated .* ms a layer for direct", said[1])
+    assert said[2] == "NDStrategy: context-parallel attention uses the cpu-flash kernel for cpu float32, head dim 16."
+    assert "NDStrategy: c" not in pool.output(1)
 
 
 class Misused(Evaluated):

@@ -274,9 +274,10 @@ def test_help_is_short_and_names_the_commands(capsys: pytest.CaptureFixture[str]
     assert main(["--help"]) == 0
     assert main(["fit", "--help"]) == 0
     assert main(["verify", "--help"]) == 0
+    assert main(["plan", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(command in out for command in ("fit", "validate", "test", "predict", "verify", "--full"))
-    assert len(out.splitlines()) < 90
+    assert all(command in out for command in ("fit", "validate", "test", "predict", "plan", "verify", "--full"))
+    assert len(out.splitlines()) < 110
     assert main(["fitt"]) == 2
     assert "did you mean 'fit'?" in capsys.readouterr().err
 
@@ -303,3 +304,36 @@ def test_sources_with_options_are_found_beside_the_configuration(tmp_path: Path)
     assert data.val == {"path": beside}
     with pytest.raises(ConfigError, match=r"data.train: 'none\.csv' does not exist; looked for .*/sub/none\.csv"):
         parse(text % "[{path: none.csv, weight: 2}]", name="sub/run.yaml")
+
+
+def test_plan_draws_the_attention_of_a_pack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lengths.txt").write_text("6000\n900x9, 130\n2000\n")
+    for documents in ("6000,900x9,130,2000", str(tmp_path / "lengths.txt")):
+        picture = tmp_path / "out.png"
+        assert main(["plan", "--draw-attention", str(picture), "--cp", "4", "--documents", documents]) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        picture.unlink()
+        out = capsys.readouterr().out
+        # 6000 * 6001 / 2 + 9 * 900 * 901 / 2 + 130 * 131 / 2 + 2000 * 2001 / 2 pairs over 4 ranks
+        pairs = [float(line.split()[1]) for line in out.splitlines()[2:6]]
+        assert sum(pairs) == pytest.approx(23.66, abs=0.03)
+        assert "zigzag would cost" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ("--cp 2 --tokens 5 --draw-attention x.gif", "must end in .png"),
+        ("--cp 2 --draw-attention x.png", "either --tokens N"),
+        ("--cp 2 --tokens 9 --documents 9 --draw-attention x.png", "either --tokens N"),
+        ("--cp 2 --documents 4,x3 --draw-attention x.png", "'x3' is not a length"),
+        ("--cp 2 --documents , --draw-attention x.png", "there are no lengths"),
+        ("--cp 0 --tokens 5 --draw-attention x.png", "--cp is 0"),
+        ("--cp 2 --tokens 5 --draw-attention none/x.png", "there is no folder none"),
+        ("--cp 2 --tokens 5 --layout ring --draw-attention x.png", "invalid choice: 'ring'"),
+        ("--tokens 5", "--draw-attention, --cp"),
+    ],
+)
+def test_plan_refuses_with_a_reason(args: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *args.split()]) == 2
+    assert text in capsys.readouterr().err

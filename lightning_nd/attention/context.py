@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -16,8 +16,6 @@ from lightning_nd.attention.layout import Documents, Layout, contiguous, work
 from lightning_nd.attention.plan import Plan, build_plan
 from lightning_nd.attention.transport import Exchange, Traffic
 from lightning_nd.attention.ulysses import heads_divide, to_heads, to_tokens
-
-log = logging.getLogger(__name__)
 
 METHODS = ("auto", "direct", "ring", "ulysses")
 
@@ -269,7 +267,12 @@ def choose_method(
 
 
 def _say(context: AttentionContext, method: str, why: str) -> str:
-    if method not in context.announced:
-        context.announced.add(method)
-        log.info("cp_method='auto' picks %r: %s.", method, why)
+    announce(context.announced, f"cp_method='auto' picks {method!r}", why)
     return method
+
+
+def announce(announced: set[str], choice: str, why: str) -> None:
+    """Log a choice and its reason on rank 0, once for each that is not yet in `announced`."""
+    if choice not in announced:
+        announced.add(choice)
+        rank_zero_info(f"NDStrategy: {choice}: {why}.")

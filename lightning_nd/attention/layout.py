@@ -8,7 +8,7 @@ labels, documents, the transfers between ranks and the order of outputs all foll
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -277,13 +277,24 @@ def padded_length(length: int, cp: int, layout: str = "zigzag", multiple: int = 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A layout with the figures that it was chosen by: `imbalance` is max/mean work, `cost` in attended pairs."""
+    """A layout with the figures that it was chosen by: `imbalance` is max/mean work, `cost` in attended pairs.
+
+    `others` are the names and costs of what it was compared with.
+    """
 
     layout: Layout
     imbalance: float
     rows: int
     calls: int
     cost: float
+    others: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why it was chosen, in words."""
+        said = f"max/mean work {self.imbalance:.2f}"
+        costs = ", ".join(f"{name} would cost {cost / max(self.cost, 1):.2f}×" for name, cost in self.others)
+        return f"{said}; in work, transfers and calls {costs}" if costs else said
 
 
 def price(layout: Layout, documents: Documents, windows: Sequence[tuple[int | None, int]]) -> LayoutChoice:
@@ -336,6 +347,7 @@ def choose_layout(
     if layout not in LAYOUTS:
         raise ValueError(f"Unknown layout {layout!r}: choose one of {', '.join(map(repr, LAYOUTS))}.")
     best: LayoutChoice | None = None
+    tried = []
     for name in _names(length, cp, layout):
         size = padded_length(length, cp, name, multiple)
         moved = move_rows(documents, length, size)
@@ -348,10 +360,11 @@ def choose_layout(
         else:
             one = chunks(size, cp, int(name.removeprefix("chunks")), moved, windows, rows)
         choice = price(one.with_rows(rows), moved, windows)
+        tried.append(choice)
         if best is None or choice.cost < best.cost:
             best = choice
     assert best is not None
-    return best
+    return replace(best, others=tuple((c.layout.name, c.cost) for c in tried if c is not best))
 
 
 def _names(length: int, cp: int, layout: str) -> list[str]:

@@ -16,6 +16,7 @@ COMMANDS = {
     "validate": ("lightning_nd.cli.app:main_command", "loss and perplexity on data.val"),
     "test": ("lightning_nd.cli.app:main_command", "loss and perplexity on data.test"),
     "predict": ("lightning_nd.cli.app:main_command", "score every row of data.predict"),
+    "plan": ("lightning_nd.cli.plan:main_command", "draw who computes and sends what under cp; loads nothing"),
     "verify": ("lightning_nd.cli.verify:main_command", "compare this layout with one process, number by number"),
 }
 
@@ -79,8 +80,10 @@ def main(args: list[str] | None = None) -> int:
     target, what = COMMANDS[command]
     module_name, _, function = target.partition(":")
     if "--help" in rest or "-h" in rest:
-        extra = getattr(importlib.import_module(module_name), "HELP", "") if command == "verify" else ""
-        print(_COMMAND_HELP.format(command=command, what=what[0].upper() + what[1:], extra=extra))
+        module = importlib.import_module(module_name)
+        extra = getattr(module, "HELP", "") if command == "verify" else ""
+        usage = getattr(module, "USAGE", None)  # of a command that takes no recipe
+        print(usage or _COMMAND_HELP.format(command=command, what=what[0].upper() + what[1:], extra=extra))
         return 0
     _quiet()
     rest = ["--help" if option == "--help-all" else option for option in rest]

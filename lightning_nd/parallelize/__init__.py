@@ -12,7 +12,7 @@ from lightning_nd.mesh import Meshes, ParallelDims
 from lightning_nd.parallelize.activation import ActivationCheckpointing, apply_activation_checkpointing
 from lightning_nd.parallelize.agree import agree_on_weights
 from lightning_nd.parallelize.compile import apply_compile
-from lightning_nd.parallelize.context import ContextParallel, apply_context_parallel
+from lightning_nd.parallelize.context import ContextParallel, apply_context_parallel, run_without_context
 from lightning_nd.parallelize.data import ShardingOptions, apply_fully_shard
 from lightning_nd.parallelize.tensor import (
     TensorParallelism,
@@ -75,6 +75,8 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
                 " lightning_nd.context_parallel_attention in the model."
             )
         apply_context_parallel(model, config.context)
+    else:
+        run_without_context()
     if is_parallelized(model):
         check_layout(model, config.meshes.dims)
         return model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from lightning_nd.attention.context import METHODS, AttentionContext
+from lightning_nd.attention.context import METHODS, AttentionContext, announce
 from lightning_nd.attention.interface import CONTEXT_KEY, NAME, check_model, register, windows_of
 from lightning_nd.attention.layout import LAYOUTS, Documents, choose_layout, move_rows
 from lightning_nd.attention.sdpa import SDPARouter
@@ -22,6 +24,10 @@ IGNORE = -100
 _BOUNDS = ("cu_seq_lens", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 _GONE = (*_BOUNDS, "max_length_q", "max_length_k", "seq_idx")  # say what holds for the whole batch only
 _FILL = {"labels": IGNORE, "shift_labels": IGNORE}
+
+
+# The contexts of the batch that was moved to its device last, which is the one that a step works on; None without cp.
+_running: ContextVar[tuple[weakref.ref[AttentionContext], ...] | None] = ContextVar("running", default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,19 +90,21 @@ class ContextParallel:
         return batch, False
 
     def remember(self, batch: Any) -> None:
-        """Note, once a batch is on its device, which context its tokens belong to."""
+        """Note, once a batch is on its device, which contexts its tokens belong to."""
+        _running.set(tuple(weakref.ref(context) for context in self._remember(batch)))
+
+    def _remember(self, batch: Any) -> Iterator[AttentionContext]:
         if isinstance(batch, Mapping):
-            if CONTEXT_KEY in batch:
-                tokens = _tokens(batch)
-                if tokens is not None:
-                    self._contexts[tokens] = batch[CONTEXT_KEY]
-                    self._positions[batch["position_ids"]] = batch[CONTEXT_KEY]
-            else:
+            if CONTEXT_KEY not in batch:
                 for value in batch.values():
-                    self.remember(value)
+                    yield from self._remember(value)
+            elif (tokens := _tokens(batch)) is not None:
+                context = batch[CONTEXT_KEY]
+                self._contexts[tokens] = self._positions[batch["position_ids"]] = context
+                yield context
         elif isinstance(batch, list | tuple):
             for value in batch:
-                self.remember(value)
+                yield from self._remember(value)
 
     def check_used(self) -> None:
         """Refuse to train on a batch whose tokens never attended to those of other ranks.
@@ -263,6 +271,8 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
         multiple=cp.multiple,
     )
     layout = choice.layout
+    if cp.layout == "auto":
+        announce(cp.announced, f"cp_layout='auto' picks {layout.name!r}", choice.reason)
     context = AttentionContext(
         cp.group,
         layout,
@@ -319,19 +329,31 @@ def documents_of(batch: Mapping[str, Any], rows: int, length: int) -> Documents:
     return tuple(zip(first.tolist(), (last + 1).tolist(), strict=True))
 
 
-def gather_sequence(tensor: Tensor, batch: AttentionContext | Mapping[str, Any] | None) -> Tensor:
+def gather_sequence(tensor: Tensor, batch: AttentionContext | Mapping[str, Any] | None = None) -> Tensor:
     """Put a per-token tensor of this rank's tokens back in global order, without the padding of the layout.
 
     Args:
         tensor: `[batch, s, ...]`, with the rows and tokens of `input_ids` on this rank. No gradient flows.
-        batch: the batch that the tokens came in, or its `cp_context`; without one (cp=1) `tensor` is returned.
+        batch: the batch that the tokens came in, or its `cp_context`; left out, the batch of the step that is running.
+            Without cp `tensor` is returned.
 
     Returns:
         `[batch, sequence, ...]`, equal on all cp ranks.
+
+    Raises:
+        ValueError: if the tensor does not have this rank's tokens of the batch, or if it is unknown which is meant.
     """
     context = batch.get(CONTEXT_KEY) if isinstance(batch, Mapping) else batch
+    if batch is None:
+        context = _running_context()
     if context is None:
         return tensor
+    want = [context.layout.rows, context.layout.length // context.layout.cp]
+    if list(tensor.shape[:2]) != want:
+        raise ValueError(
+            f"gather_sequence: this rank holds {want} [rows, tokens] of the batch, the tensor is {list(tensor.shape)}:"
+            " give a tensor with one entry for each token in its first two dims, and the batch that it came in."
+        )
     layout = context.layout
     mine = tensor.detach().contiguous()
     parts = [torch.empty_like(mine) for _ in range(layout.cp)]
@@ -340,6 +362,25 @@ def gather_sequence(tensor: Tensor, batch: AttentionContext | Mapping[str, Any] 
     order = np.empty(layout.length, dtype=np.int64)
     order[np.concatenate([layout.columns(rank) for rank in range(layout.cp)])] = np.arange(layout.length)
     return joined[:, torch.from_numpy(order[: context.original_length]).to(tensor.device)]
+
+
+def _running_context() -> AttentionContext | None:
+    running = _running.get()
+    if running is None:
+        return None
+    alive = [context for reference in running if (context := reference()) is not None]
+    if len(alive) != 1:
+        what = "the batch of the last step is gone" if not alive else f"the step's batch holds {len(alive)} sequences"
+        raise ValueError(
+            f"gather_sequence: {what}, so it is not known where the tokens belong. Pass the batch:"
+            " gather_sequence(tensor, batch)."
+        )
+    return alive[0]
+
+
+def run_without_context() -> None:
+    """A model is set up without cp: no earlier batch counts any more."""
+    _running.set(None)
 
 
 def _tokens(batch: Mapping[Any, Any]) -> Tensor | None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Protocol
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_nd.attention.kernels.cpu_flash import CpuFlash
 from lightning_nd.attention.kernels.cuda_flash import CudaFlash
 from lightning_nd.attention.kernels.tiled import Tiled
 from lightning_nd.attention.plan import Rect
-
-log = logging.getLogger(__name__)
 
 
 class Kernel(Protocol):
@@ -90,6 +88,6 @@ def choose_kernel(
     for kind in KERNELS:
         kernel = kind()
         if name in (None, kind.name) and kernel.supports(device, dtype, head_dim, value_dim, softcap):
-            log.info("Context-parallel attention uses the %s kernel for %s.", kernel.name, what)
+            rank_zero_info(f"NDStrategy: context-parallel attention uses the {kernel.name} kernel for {what}.")
             return kernel
     raise ValueError(f"The attention kernel {name!r} cannot run {what}; leave the choice to 'auto'.")

@@ -1,0 +1,94 @@
+"""``lightning-nd plan``: what a layout does, told without loading a model or starting processes."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import NoReturn
+
+from lightning_nd.attention.layout import LAYOUTS, Documents, LayoutChoice, choose_layout, move_rows
+from lightning_nd.attention.plan import build_plan
+from lightning_nd.cli.keys import ConfigError
+
+USAGE = """usage: lightning-nd plan --draw-attention FILE --cp N (--tokens N | --documents LENGTHS) [...]
+
+Draw how context parallelism would split a sequence: who owns which tokens, who computes which part of the mask, and
+what travels. No model is loaded and no process started.
+
+  --draw-attention FILE   the picture to write: .png, .svg or .pdf
+  --cp N                  ranks that share the sequence
+  --tokens N              one document of N tokens
+  --documents LENGTHS     a pack: 4096,900x20,130 is one document of 4,096 tokens, twenty of 900, one of 130; or a file
+                          of such lengths
+  --window N              draw sliding-window layers of this window
+  --layout NAME           auto, zigzag, chunks or contiguous
+"""
+
+_ENDINGS = (".png", ".svg", ".pdf")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See lightning-nd plan --help.")
+
+
+def main_command(command: str, args: list[str]) -> int:
+    """Draw the plan of attention for the documents and the layout that the options name."""
+    parser = _Parser(prog=f"lightning-nd {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--draw-attention", metavar="FILE", type=Path, required=True)
+    parser.add_argument("--cp", type=int, required=True)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--documents", metavar="LENGTHS")
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--layout", choices=LAYOUTS, default="auto")
+    given = parser.parse_args(args)
+    for name in ("cp", "tokens", "window"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}: it must be 1 or more.")
+    if (given.tokens is None) == (given.documents is None):
+        raise ConfigError("Give either --tokens N, for one document, or --documents LENGTHS, for a pack.")
+    if given.draw_attention.suffix not in _ENDINGS:
+        raise ConfigError(f"--draw-attention {given.draw_attention}: the file must end in {', '.join(_ENDINGS)}.")
+    if not given.draw_attention.absolute().parent.is_dir():
+        raise ConfigError(f"--draw-attention {given.draw_attention}: there is no folder {given.draw_attention.parent}.")
+    documents = ((0, given.tokens),) if given.documents is None else read_documents(given.documents)
+    length = documents[-1][1]
+    choice = choose_layout(length, documents, given.cp, windows=((given.window, 1),), layout=given.layout)
+    _draw(given.draw_attention, choice, move_rows(documents, length, choice.layout.length), given.window)
+    return 0
+
+
+def read_documents(lengths: str) -> Documents:
+    """Documents laid end to end, from ``"4096,900x20"`` or a file of such lengths.
+
+    Raises:
+        ConfigError: naming the part that is no length.
+    """
+    text = Path(lengths).read_text(encoding="utf-8") if Path(lengths).is_file() else lengths
+    sizes: list[int] = []
+    for part in text.replace(",", " ").split():
+        size, _, times = part.partition("x")
+        if not (size.isdigit() and (times or "1").isdigit() and int(size) and int(times or "1")):
+            raise ConfigError(
+                f"--documents: {part!r} is not a length. Write lengths like 4096,900x20 (twenty of 900), or name a"
+                " file that exists."
+            )
+        sizes += [int(size)] * int(times or "1")
+    if not sizes:
+        raise ConfigError(f"--documents: there are no lengths in {lengths!r}.")
+    return tuple(pairwise(accumulate(sizes, initial=0)))
+
+
+def _draw(path: Path, choice: LayoutChoice, documents: Documents, window: int | None) -> None:
+    from lightning_nd.attention.draw import draw_attention
+
+    layout = choice.layout
+    draw_attention(path, layout, documents, window)
+    print(f"{layout.name} layout: {choice.reason}.")
+    print(f"{'rank':>4}  {'million pairs':>13}  {'rows fetched':>12}  {'kernel calls':>12}")
+    for rank in range(layout.cp):
+        plan = build_plan(layout, documents, rank, window)
+        print(f"{rank:>4}  {plan.pairs / 1e6:>13,.2f}  {plan.fetched_rows:>12,}  {plan.calls:>12,}")
+    print(f"Picture: {path.absolute()}")
