@@ -82,13 +82,9 @@ def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tens
     return q, k, v, draw(case.heads) if case.sinks else None, grad
 
 
-def dense(case: Case, dtype: torch.dtype, compute: torch.dtype = torch.float64) -> Result:
-    """One process, the whole S × S matrix in `compute` precision, on inputs drawn in `dtype`."""
-    q, k, v, sinks, grad = inputs(case, dtype)
-    q, k, v = (x.to(compute).requires_grad_() for x in (q, k, v))
-    if sinks is not None:
-        sinks = sinks.to(compute).requires_grad_()
-    b, s = q.shape[0], case.length
+def mask_of(case: Case) -> Tensor:
+    """Which keys each query sees, written out: bool `[b, s, s]`."""
+    b, s = len(case.rows), case.length
     document = torch.full((b * s,), -1)
     for number, (start, end) in enumerate(case.documents()):
         document[start:end] = number
@@ -96,8 +92,16 @@ def dense(case: Case, dtype: torch.dtype, compute: torch.dtype = torch.float64) 
     i = torch.arange(s)
     distance = i[:, None] - i[None]
     seen = (distance >= 0) & (document[:, :, None] == document[:, None, :]) & (document >= 0)[:, :, None]
-    if case.window is not None:
-        seen &= distance < case.window
+    return seen if case.window is None else seen & (distance < case.window)
+
+
+def dense(case: Case, dtype: torch.dtype, compute: torch.dtype = torch.float64) -> Result:
+    """One process, the whole S × S matrix in `compute` precision, on inputs drawn in `dtype`."""
+    q, k, v, sinks, grad = inputs(case, dtype)
+    q, k, v = (x.to(compute).requires_grad_() for x in (q, k, v))
+    if sinks is not None:
+        sinks = sinks.to(compute).requires_grad_()
+    s, seen = case.length, mask_of(case)
     group = case.heads // case.kv_heads
     scores = q @ k.repeat_interleave(group, 1).mT * (case.scale or case.head_dim**-0.5)
     if case.softcap is not None:
@@ -105,7 +109,7 @@ def dense(case: Case, dtype: torch.dtype, compute: torch.dtype = torch.float64) 
     padding = ~seen.any(-1)[:, None, :, None]
     scores = scores.masked_fill(~seen[:, None] & ~padding, -math.inf)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(b, -1, s, 1)], -1)
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(len(q), -1, s, 1)], -1)
     weights = scores.softmax(-1)[..., :s].masked_fill(padding, 0.0)
     out = weights @ v.repeat_interleave(group, 1)
     out.backward(grad.to(compute))

@@ -7,7 +7,7 @@ from itertools import cycle, product
 
 import pytest
 import torch
-from attention_cases import Case, check, compare, dense, pack, sharded
+from attention_cases import Case, Result, check, dense, inputs, local, mask_of, pack, sharded
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -94,45 +94,63 @@ def test_wider_values_than_keys(pool):
     run(pool, 2, [Case(PACKS["full"], head_dim=16, value_dim=40)])
 
 
-def _bf16(rank, world_size, cases):
-    group, rows = torch.distributed.group.WORLD, []
-    for case in cases:
-        got, context = sharded(case, torch.bfloat16, group)
-        want = dense(case, torch.bfloat16)
-        rows.append((compare(got, want, context), compare(_single(case), want, _alone(case))))
+def _bf16(rank, world_size, cases, references):
+    rows = []
+    for case, reference in zip(cases, references, strict=True):
+        got, context = sharded(case, torch.bfloat16, torch.distributed.group.WORLD)
+        rows.append(_errors(got, reference, context))
     return rows
 
 
-def _alone(case):
-    from attention_cases import context_of
-
-    return context_of(case, _own_group())
-
-
-def _own_group():
-    groups = [torch.distributed.new_group([r]) for r in range(torch.distributed.get_world_size())]
-    return groups[torch.distributed.get_rank()]
+def _errors(got, want, context):
+    """Sum of squares of the error of every output and gradient; sinks are the same on all ranks."""
+    reference = want.named()
+    if context is not None:
+        reference = {name: x if name == "dsinks" else local(x, context) for name, x in reference.items()}
+    return {name: (x.double() - reference[name]).square().sum().item() for name, x in got.named().items()}
 
 
 def _single(case):
-    """One process in bf16: torch's own attention, with the mask written out."""
-    from attention_cases import Result, inputs
-
-    q, k, v, _, grad = inputs(case, torch.bfloat16)
+    """One process in bf16, the mask written out: torch's attention, or with sinks the sum that transformers has."""
+    q, k, v, sinks, grad = inputs(case, torch.bfloat16)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    seen, scale = mask_of(case)[:, None], case.scale
+    if sinks is None:
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        out = sdpa(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+    else:
+        sinks = sinks.requires_grad_()
+        group = case.heads // case.kv_heads
+        scores = q @ k.repeat_interleave(group, 1).mT * (scale or case.head_dim**-0.5)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        extra = sinks.view(1, -1, 1, 1).expand(len(q), -1, case.length, 1)
+        weights = torch.cat([scores, extra], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(q.dtype)
+        out = weights @ v.repeat_interleave(group, 1)
     out.backward(grad)
-    return Result(out.detach(), q.grad, k.grad, v.grad, None)
+    return Result(out.detach(), q.grad, k.grad, v.grad, None if sinks is None else sinks.grad)
 
 
 def test_bf16_is_as_close_to_float64_as_one_process_in_bf16(pool):
-    cases = [Case(((512,),), method=method, layout=layout) for layout, method in WAYS[:4]]
-    answers = pool.run(_bf16, 4, [replace(c, heads=8, kv_heads=4) for c in cases])
-    for i, case in enumerate(cases):
-        for name in ("out", "dq", "dk", "dv"):
-            ours = max(rank[i][0][name] for rank in answers)
-            single = answers[0][i][1][name]
-            assert 0 < ours <= 1.5 * single, (case, name, ours, single)
+    full, packs = ((256,),), (pack(256, 0, 8, 100), pack(256, 1, 50, 150))
+    base = Case(full, heads=8, kv_heads=4)
+    cases = [replace(base, method=method, layout=layout) for layout, method in WAYS[:4]]
+    cases += [replace(base, rows=packs, layout=layout, method=method) for layout, method in WAYS[2:]]
+    cases += [
+        replace(base, rows=packs, window=40),
+        replace(base, window=70, layout="contiguous"),
+        replace(base, kv_heads=1),
+        replace(base, kv_heads=8, head_dim=48, value_dim=32, scale=0.1),
+        replace(base, rows=packs, sinks=True),
+        replace(base, window=70, sinks=True, method="ring"),
+        replace(base, rows=packs, window=40, sinks=True, method="ulysses", layout="zigzag"),
+    ]
+    references = [dense(case, torch.bfloat16) for case in cases]
+    answers = pool.run(_bf16, 4, cases, references)
+    for i, (case, reference) in enumerate(zip(cases, references, strict=True)):
+        for name, single in _errors(_single(case), reference, None).items():
+            parts = [rank[i][name] for rank in answers]
+            ours = parts[0] if name == "dsinks" else sum(parts)
+            assert 0 < ours**0.5 <= 1.5 * single**0.5, (case, name, ours**0.5, single**0.5)
 
 
 @st.composite

@@ -37,6 +37,7 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         width = v.shape[-1]
+        q, k, v = _exact(width, q, k, v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             _heads(q),
             _heads(k),
@@ -62,6 +63,7 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
         width, full = v.shape[-1], q.shape[-1]
+        grad, q, k, v, out = _exact(width, grad, q, k, v, out)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _heads(_pad(grad, full)),
             _heads(q),
@@ -75,6 +77,12 @@ class CpuFlash:
             scale=scale,
         )
         return _rows(dq), _rows(dk), _rows(dv)[..., :width]
+
+
+def _exact(width: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """In half precision, values narrower than keys are computed in float32, as torch's own attention does it."""
+    half, full = tensors[0].dtype in (torch.bfloat16, torch.float16), max(x.shape[-1] for x in tensors)
+    return tuple(x.float() for x in tensors) if half and width < full else tensors
 
 
 def _heads(x: Tensor) -> Tensor:
