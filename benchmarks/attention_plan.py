@@ -2,9 +2,9 @@
 
     python benchmarks/attention_plan.py [--cp 16] [--documents 500] [--tokens 131072] [--repeats 20]
 
-Counted are the CPU milliseconds of everything that one rank does for a micro-batch: finding the documents, choosing the layout and planning, for a
-model of full-attention layers and for one with full and sliding-window layers. Packs differ in every repeat; the median
-is shown.
+Counted are the CPU milliseconds of everything that one rank does for a micro-batch: finding the documents, choosing the
+layout and planning, for a model of full-attention layers and for one with full and sliding-window layers. Packs differ
+in every repeat; the median is shown.
 """
 
 from __future__ import annotations

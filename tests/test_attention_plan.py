@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_nd.attention import layout as layouts
 from lightning_nd.attention import plan as plans
 from lightning_nd.attention.layout import Documents, Layout, choose_layout, chunks, contiguous, work, zigzag
-from lightning_nd.attention.plan import Kind, Plan, Step, build_plan
+from lightning_nd.attention.plan import Kind, Plan, Step, build_plan, most_fetched
 
 LONG = 131_072
 
@@ -82,6 +82,8 @@ def test_plans_compute_every_pair_exactly_once(pack, cp, rows, kind, window, rin
     for way in ("steps", "forward", "backward"):
         assert (sum(drawn_pairs(plan, layout, getattr(plan, way)) for plan in made) == wanted).all(), way
     assert [plan.pairs for plan in made] == work(layout, documents, window).astype(int).tolist()
+    if not ring:
+        assert most_fetched(layout, documents, window) == max(plan.fetched_rows for plan in made)
     for plan in made:
         for s, step in enumerate(plan.steps[1:], 1):  # both ends of a transfer agree on its rows
             assert made[step.target].steps[s].fetch == step.give

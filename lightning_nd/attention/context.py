@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from lightning_nd.attention.function import Call, attend
 from lightning_nd.attention.kernels import choose_kernel
 from lightning_nd.attention.layout import Documents, Layout, contiguous, work
-from lightning_nd.attention.plan import Plan, build_plan
+from lightning_nd.attention.plan import Plan, build_plan, most_fetched
 from lightning_nd.attention.transport import Exchange, Traffic
 from lightning_nd.attention.ulysses import heads_divide, to_heads, to_tokens
 
@@ -229,8 +229,7 @@ def _method_times(
     load = work(layout, documents, window)
     pair = 7 * heads * (head_dim + value_dim)  # 2 products forward and 5 backward, of 2 FLOP each
     widths = kv_heads * (head_dim + value_dim)
-    plans = [build_plan(layout, documents, rank, window) for rank in range(layout.cp)]
-    fetched = max(plan.fetched_rows for plan in plans)
+    fetched = most_fetched(layout, documents, window)
     # Rows travel in half precision forward and backward, their gradients in fp32; all of it overlaps compute but
     # the last return.
     moved = fetched * widths * (2 + 2 + 4) / link

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heappop, heapreplace
 from math import ceil
 
 import numpy as np
@@ -143,10 +144,15 @@ def chunks(
     work = _chunk_work(length, count, documents, windows, rows)
     load = np.zeros(cp)
     owners: list[list[int]] = [[] for _ in range(cp)]
+    least = [(0.0, rank) for rank in range(cp)]  # a heap of the ranks that have room
     for chunk in np.argsort(-work, kind="stable").tolist():
-        rank = min((r for r in range(cp) if len(owners[r]) < per_rank), key=lambda r: (load[r], r))
+        so_far, rank = least[0]
         owners[rank].append(chunk)
-        load[rank] += work[chunk]
+        load[rank] = so_far + work[chunk]
+        if len(owners[rank]) < per_rank:
+            heapreplace(least, (float(load[rank]), rank))
+        else:
+            heappop(least)
     _swap(owners, load, work)
     return _deal(length, owners, f"chunks{per_rank}")
 

@@ -218,6 +218,13 @@ def build_plan(
     return Plan(rank, cp, block, made, hops, forward, backward)
 
 
+def most_fetched(layout: Layout, documents: Documents, window: int | None) -> int:
+    """The most key/value rows that a rank receives with direct transfers."""
+    cp, owned, packed = layout.cp, _owned(layout), _packed(documents)
+    pairs = [[(owned[r], owned[r - s]) for s in range(1, cp)] for r in range(cp)]
+    return max(sum(count_rows(_wanted(q, k, packed, window)[1]) for q, k in row) for row in pairs)
+
+
 def count_rows(rows: Sequence[Interval]) -> int:
     """Number of rows in the intervals."""
     return sum(b - a for a, b in rows)
@@ -368,18 +375,25 @@ def _wanted(q: _Owned, k: _Owned, packed: _Packed, window: int | None) -> tuple[
     return rects, _key_rows(rects)
 
 
+@lru_cache(maxsize=256)
+def _reaches(q: _Owned, packed: _Packed, window: int | None) -> tuple[tuple[int, int, int, int], ...]:
+    """Stretches of queries that see keys before themselves: first local row, first token, end, first key token."""
+    found = []
+    for (a, b), base in zip(q.intervals, q.offsets, strict=False):
+        document = packed.holder(a)
+        if document is not None and document[0] < a:
+            low = document[0] if window is None else max(document[0], a - window + 1)
+            found.append((base, a, min(b, document[1]), low))
+    return tuple(found)
+
+
 def _remote(q: _Owned, k: _Owned, packed: _Packed, window: int | None) -> tuple[Rect, ...]:
     """Queries against keys that lie before the query's interval, key rows in the source's local coordinates."""
     rects: list[Rect] = []
-    for (a, b), base in zip(q.intervals, q.offsets, strict=False):
-        document = packed.holder(a)
-        if document is None or document[0] == a:
-            continue
-        low = document[0] if window is None else max(document[0], a - window + 1)
+    for base, a, last, low in _reaches(q, packed, window):
         i, j = bisect_right(k.ends, low), bisect_left(k.starts, a)
         if i >= j:
             continue
-        last = min(b, document[1])
         if window is None:
             k0 = k.offsets[i] + max(0, low - k.starts[i])
             rect = Rect(base, base + last - a, k0, k.offsets[j], Kind.FULL)

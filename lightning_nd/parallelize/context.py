@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -312,16 +313,17 @@ def documents_of(batch: Mapping[str, Any], rows: int, length: int) -> Documents:
     elif positions is not None:
         where = _positions(batch, rows, length, torch.device("cpu")).cpu().numpy()
         starts[:, 1:] = np.diff(where, axis=1) != 1
-    real = np.ones((rows, length), dtype=bool)
     mask = batch.get("attention_mask")
-    if mask is not None:
-        if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, length):
-            shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(
-                f"NDStrategy: under cp > 1 attention_mask is [batch, sequence] = {[rows, length]}, 1 for tokens and 0"
-                f" for padding; got {shape}. Masks of pairs of tokens cannot be sharded."
-            )
-        real = mask.cpu().numpy() != 0
+    if mask is None:
+        cuts = [*np.flatnonzero(starts).tolist(), rows * length]
+        return tuple(pairwise(cuts))
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, length):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"NDStrategy: under cp > 1 attention_mask is [batch, sequence] = {[rows, length]}, 1 for tokens and 0"
+            f" for padding; got {shape}. Masks of pairs of tokens cannot be sharded."
+        )
+    real = mask.cpu().numpy() != 0
     starts[:, 1:] |= real[:, 1:] & ~real[:, :-1]
     ends = np.ones((rows, length), dtype=bool)
     ends[:, :-1] = starts[:, 1:] | ~real[:, 1:]
