@@ -21,9 +21,10 @@ from lightning_nd.data.inputs import Input, as_sources, find_inputs
 from lightning_nd.data.loader import Batch, Collator, StatefulLoader
 from lightning_nd.data.node import once_per_node
 from lightning_nd.data.order import Group, PackOrder, RowOrder
-from lightning_nd.data.report import check, describe
+from lightning_nd.data.report import CLOSE, OPEN, check, describe, mark, what_happened
 from lightning_nd.data.rows import Message
 from lightning_nd.data.sampler import GlobalOrderSampler, SequentialOrderSampler
+from lightning_nd.data.stream import HEAD, StreamDataset, StreamLoader
 from lightning_nd.data.template import ChatRenderer, prepare_tokenizer
 from lightning_nd.data.tokenise import Policy, tokenise
 
@@ -65,7 +66,10 @@ class ChatDataModule(LightningDataModule):
         on_too_long: What to do with rows over ``max_length``: ``error``, ``drop``, or ``truncate``.
         packing: Lay rows, which do not see each other, end to end in packs of up to ``max_length`` tokens; a
             micro-batch is ``micro_batch_size`` packs. Prediction is not packed.
+        streaming: Read the rows of ``train`` while training, instead of tokenising them beforehand; only the first ones
+            are checked before weights load.
         shuffle: Read the training rows in another order every epoch.
+        shuffle_buffer: Rows that are held to draw from with ``streaming``.
         seed: Of that order; the one given to ``seed_everything`` if left out.
         num_workers: Processes that collate batches, for each rank.
         num_proc: Processes that tokenise, on each node; its cores if left out.
@@ -96,7 +100,9 @@ class ChatDataModule(LightningDataModule):
         on_bad_row: OnBadRow = "error",
         on_too_long: OnTooLong = "error",
         packing: bool = False,
+        streaming: bool = False,
         shuffle: bool = True,
+        shuffle_buffer: int = 10_000,
         seed: int | None = None,
         num_workers: int = 0,
         num_proc: int | None = None,
@@ -112,10 +118,15 @@ class ChatDataModule(LightningDataModule):
         _check_at_least("micro_batch_size", micro_batch_size, 1)
         _check_at_least("eval_micro_batch_size", eval_micro_batch_size, 1)
         _check_at_least("num_workers", num_workers, 0)
+        _check_at_least("shuffle_buffer", shuffle_buffer, 1)
         _check_at_least("num_proc", num_proc, 1)
         _check_at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.sources = {name: as_sources(value, f"data.{name}") for name, value in given.items()}
+        if streaming and packing:
+            raise ValueError("ChatDataModule: packing needs the lengths of all rows beforehand; set streaming: false")
+        if streaming and any(source.weight != 1 for source in self.sources["train"]):
+            raise ValueError("ChatDataModule: weights need the number of rows beforehand; set streaming: false")
         self.chat_template = chat_template
         self.max_length = max_length
         self.micro_batch_size = micro_batch_size
@@ -125,7 +136,9 @@ class ChatDataModule(LightningDataModule):
         self.on_bad_row = on_bad_row
         self.on_too_long = on_too_long
         self.packing = packing
+        self.streaming = streaming
         self.shuffle = shuffle
+        self.shuffle_buffer = shuffle_buffer
         self.seed = seed
         self.num_workers = num_workers
         self.num_proc = num_proc
@@ -215,12 +228,17 @@ class ChatDataModule(LightningDataModule):
 
         """
         self._check_ready()
+        if self._streams(stage):
+            self._stream().head()
         self._tokenised(self._needed([stage]))
 
     @override
     def setup(self, stage: str | None = None) -> None:
         """Read, check and tokenise the sources of a stage (``fit``, ``validate``, ``test``, ``predict``)."""
         stages = list(_STAGES) if stage is None else [str(getattr(stage, "value", stage))]
+        if any(map(self._streams, stages)):
+            self._check_ready()
+            rank_zero_info(once_per_node(self._describe_stream, self.trainer))
         self._build(self._needed(stages))
         for s in stages if stage is not None else []:
             if not self.sources[_STAGES[s][0]]:
@@ -228,7 +246,38 @@ class ChatDataModule(LightningDataModule):
 
     def _needed(self, stages: list[str]) -> list[str]:
         needed = [name for stage in stages for name in _STAGES[stage]]
-        return [name for name in dict.fromkeys(needed) if self.sources[name]]
+        return [n for n in dict.fromkeys(needed) if self.sources[n] and not (n == "train" and self.streaming)]
+
+    def _streams(self, stage: str) -> bool:
+        return self.streaming and "train" in _STAGES[stage] and bool(self.sources["train"])
+
+    def _stream(self, num_replicas: int = 1, rank: int = 0) -> StreamDataset:
+        return StreamDataset(
+            find_inputs(self.sources["train"], "data.train", streaming=True),
+            Encoder(self.tokenizer, self.train_on),
+            Policy(self._longest, self.on_too_long),
+            Collator(self._pad_id, self.pad_to_multiple_of),
+            on_bad_row=self.on_bad_row,
+            micro_batch_size=self.micro_batch_size,
+            seed=self._order_seed,
+            shuffle=self.shuffle_buffer if self.shuffle else 0,
+            pad_id=self._pad_id,
+            num_replicas=num_replicas,
+            rank=rank,
+        )
+
+    def _describe_stream(self) -> str:
+        tally, example = self._stream().head()
+        lines = [f"data: {note}" for note in self._notes]
+        lines.append(
+            f"train: streamed; of the first {HEAD} rows {tally.rows} can be used, longest {tally.longest} tokens"
+        )
+        if happened := what_happened(tally, self.on_bad_row):
+            lines.append(f"  {happened}")
+        if example is not None:
+            lines.append(f"  sample, supervised tokens in {OPEN}{CLOSE}:")
+            lines += ["    " + line for line in mark(example.input_ids, example.labels, self.tokenizer).splitlines()]
+        return "\n".join(lines)
 
     def _build(self, names: list[str]) -> None:
         names = [name for name in names if name not in self._datasets]
@@ -322,15 +371,23 @@ class ChatDataModule(LightningDataModule):
 
     # -- loaders ------------------------------------------------------------------------------------------
 
+    def _layout(self) -> dict[str, Any]:
+        # Only the strategy knows which ranks share rows; strategies of one process do not have this.
+        layout = (getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) if self.trainer else None) or {}
+        return {"num_replicas": layout.get("num_replicas", 1), "rank": layout.get("rank", 0)}
+
+    @property
+    def _order_seed(self) -> int:
+        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
+
     def _loader(self, name: str, *, shuffle: bool, micro_batch_size: int) -> StatefulLoader:
         dataset, order, trainer = self._datasets[name], self._orders[name], self.trainer
-        # Only the strategy knows which ranks share rows; strategies of one process do not have this.
-        layout = (getattr(trainer.strategy, "distributed_sampler_kwargs", None) if trainer else None) or {}
-        ranks = {"num_replicas": layout.get("num_replicas", 1), "rank": layout.get("rank", 0)}
+        ranks = self._layout()
         sampler: GlobalOrderSampler
         if shuffle and not getattr(trainer, "overfit_batches", 0):
-            seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
-            sampler = GlobalOrderSampler(dataset, order=order, micro_batch_size=micro_batch_size, seed=seed, **ranks)
+            sampler = GlobalOrderSampler(
+                dataset, micro_batch_size=micro_batch_size, **ranks, order=order, seed=self._order_seed
+            )
         else:
             sampler = SequentialOrderSampler(dataset, order=order, micro_batch_size=micro_batch_size, **ranks)
         rest = len(order) % sampler.rows_per_batch
@@ -342,7 +399,6 @@ class ChatDataModule(LightningDataModule):
                 f"the last micro-batch of an epoch has {rest} of {sampler.rows_per_batch} {order.what}s; none is "
                 f"repeated{without if idle else ''}"
             )
-        on_gpu = trainer is not None and trainer.strategy.root_device.type == "cuda"
         return StatefulLoader(
             dataset,
             batch_size=micro_batch_size,
@@ -350,12 +406,18 @@ class ChatDataModule(LightningDataModule):
             collate_fn=Collator(self._pad_id, self.pad_to_multiple_of),
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            pin_memory=on_gpu,
+            pin_memory=self._on_gpu,
         )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     @override
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Batches of this rank for an epoch; the order follows the sampler's epoch."""
+        """Batches of this rank for an epoch; the order follows the epoch."""
+        if self.streaming:
+            return StreamLoader(self._stream(**self._layout()), num_workers=self.num_workers, pin_memory=self._on_gpu)
         return self._loader("train", shuffle=self.shuffle, micro_batch_size=self.micro_batch_size)
 
     def _evaluation(self, name: str) -> dict[str, DataLoader[Batch]] | DataLoader[Batch]:

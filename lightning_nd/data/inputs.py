@@ -2,15 +2,16 @@
 
 import glob
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from lightning_nd.assets import resolve
 from lightning_nd.data.errors import DataError
-from lightning_nd.data.sources import SUFFIXES, Piece, split_file
+from lightning_nd.data.sources import SUFFIXES, Piece, RawRow, lazy_rows, row_of_dataset, split_file
 from lightning_nd.names import nearest
 
 _HUB_ROWS = 1000
@@ -80,6 +81,22 @@ class Input:
         """
         return split_file(self.name) if self.dataset is None else _split_dataset(self.name, self.dataset)
 
+    def rows(self) -> Iterator[Callable[[], RawRow]]:
+        """Every row, one after the other, each still to be parsed."""
+        if self.dataset is None:
+            yield from lazy_rows(self.name)
+        else:
+            number = 0
+            # In tables: iterated by rows, a streamed set gives each worker of a DataLoader other ones.
+            for table in self.dataset.with_format("arrow").iter(batch_size=_HUB_ROWS):
+                for index in range(len(table)):
+                    number += 1
+                    yield partial(_row_of_table, self.name, number, table, index)
+
+
+def _row_of_table(name: Path, number: int, table: Any, index: int) -> RawRow:
+    return row_of_dataset(name, number, table.slice(index, 1).to_pylist()[0])
+
 
 def as_sources(given: Sources | None, setting: str) -> list[Source]:
     """What a user may write as sources, made uniform.
@@ -108,7 +125,7 @@ def as_sources(given: Sources | None, setting: str) -> list[Source]:
     return found
 
 
-def find_inputs(sources: Sequence[Source], setting: str) -> list[Input]:
+def find_inputs(sources: Sequence[Source], setting: str, *, streaming: bool = False) -> list[Input]:
     """The files and data sets of sources, in the order given and sorted within one glob; none comes twice.
 
     A relative path starts at the current directory, ``~`` is the home directory, ``**`` crosses folders and
@@ -117,6 +134,7 @@ def find_inputs(sources: Sequence[Source], setting: str) -> list[Input]:
     Args:
         sources: From the configuration.
         setting: The option that they come from, for messages.
+        streaming: Data sets of the hub are read while they are used, and not downloaded first.
 
     Raises:
         DataError: nothing matches, a folder is given, the format is unknown (the absolute path is shown), a file is
@@ -128,7 +146,7 @@ def find_inputs(sources: Sequence[Source], setting: str) -> list[Input]:
         if source.path is not None:
             found = [Input(path, source.weight) for path in _find_files(source.path, setting)]
         else:
-            found = [_load(source, setting)]
+            found = [_load(source, setting, streaming)]
         for one in found:
             before = inputs.setdefault(one.name, one)
             if before.weight != one.weight:
@@ -160,12 +178,12 @@ def _find_files(pattern: str, setting: str) -> list[Path]:
     return found
 
 
-def _load(source: Source, setting: str) -> Input:
+def _load(source: Source, setting: str, streaming: bool) -> Input:
     from datasets import load_dataset
 
     assert source.hub is not None
     try:
-        dataset = load_dataset(source.hub, source.config, split=source.split)
+        dataset = load_dataset(source.hub, source.config, split=source.split, streaming=streaming)
     except Exception as error:  # datasets, the hub client and the network have a great many
         raise DataError(f"{setting}: cannot load {source}: {type(error).__name__}: {error}") from error
     config = f"/{source.config}" if source.config else ""

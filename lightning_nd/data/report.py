@@ -59,7 +59,7 @@ def check(
 
 
 def _why_empty(tally: Tally, on_bad_row: OnBadRow) -> str:
-    happened = _what_happened(tally, on_bad_row) or "there is no row in " + ", ".join(map(str, tally.files))
+    happened = what_happened(tally, on_bad_row) or "there is no row in " + ", ".join(map(str, tally.files))
     return happened + (":\n" + tally.bad.listing() + "\n" if tally.bad else "")
 
 
@@ -67,7 +67,8 @@ def _count(n: int, what: str) -> str:
     return f"{n:,} {what}" + ("" if n == 1 else "s")
 
 
-def _what_happened(tally: Tally, on_bad_row: OnBadRow) -> str:
+def what_happened(tally: Tally, on_bad_row: OnBadRow) -> str:
+    """What became of the rows that are not used as they are; empty if there are none."""
     parts = []
     if tally.bad and on_bad_row == "skip":
         parts.append(f"{_count(len(tally.bad), 'bad row')} skipped")
@@ -111,7 +112,7 @@ def describe(
     if isinstance(order, PackOrder):
         packs = f"{_count(order.packs, 'pack')} of {order.capacity:,} tokens"
         lines.append(f"  packed end to end into {packs}, {order.efficiency:.1%} full")
-    happened = _what_happened(tally, on_bad_row)
+    happened = what_happened(tally, on_bad_row)
     if happened:
         lines.append(f"  {happened}")
     if tally.bad and on_bad_row == "skip":
@@ -136,7 +137,12 @@ def _sample(dataset: TokenDataset) -> int:
 def show(dataset: TokenDataset, index: int, tokenizer: PreTrainedTokenizerBase, limit: int = 1500) -> str:
     """Decode a row, with each run of supervised tokens between marks; at most ``limit`` characters."""
     row = dataset[index]
-    ids, supervised = row["input_ids"].tolist(), (row["labels"] != IGNORE).tolist()
+    return mark(row["input_ids"].tolist(), row["labels"].tolist(), tokenizer, limit)
+
+
+def mark(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase, limit: int = 1500) -> str:
+    """Decode ids, with each run of supervised tokens between marks; at most ``limit`` characters."""
+    supervised = [label != IGNORE for label in labels]
     text, start = "", 0
     for stop in range(1, len(ids) + 1):
         if stop == len(ids) or supervised[stop] != supervised[start]:

@@ -4,9 +4,10 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,32 @@ def read_rows(path: Path) -> Iterator[RawRow]:
     yield from read_piece(Piece(path, 0, None, 1, 0))
 
 
+def lazy_rows(path: Path) -> Iterator[Callable[[], RawRow]]:
+    """As ``read_rows``; a line is parsed only when its row is called for."""
+    if is_lines(path):
+        for where, line in _lines(Piece(path, 0, None, 1, 0)):
+            yield partial(_row_of_line, where, line)
+    else:
+        for row in read_rows(path):
+            yield partial(_itself, row)
+
+
+def _itself(row: RawRow) -> RawRow:
+    return row
+
+
+def row_of_dataset(name: Path, number: int, value: dict[str, Any]) -> RawRow:
+    """A row of a data set of the hub."""
+    return RawRow(Where(name, number, "row"), _without_nulls(value))
+
+
 def read_piece(piece: Piece) -> Iterator[RawRow]:
     """As ``read_rows``, for a piece of a file."""
     suffix = piece.path.suffix.lower()
     if piece.dataset is not None:
         rows = piece.dataset.with_format("arrow")[piece.start : piece.stop].to_pylist()
         for number, row in enumerate(rows, start=piece.number):
-            yield RawRow(Where(piece.path, number, "row"), _without_nulls(row))
+            yield row_of_dataset(piece.path, number, row)
     elif suffix == ".parquet":
         yield from _read_parquet(piece)
     elif suffix == ".csv":
@@ -131,6 +151,11 @@ def _bad_byte(error: UnicodeDecodeError) -> str:
 
 
 def _read_lines(piece: Piece) -> Iterator[RawRow]:
+    for where, line in _lines(piece):
+        yield _row_of_line(where, line)
+
+
+def _lines(piece: Piece) -> Iterator[tuple[Where, bytes]]:
     path, at = piece.path, piece.start
     with path.open("rb") as file:
         file.seek(at)
@@ -142,15 +167,16 @@ def _read_lines(piece: Piece) -> Iterator[RawRow]:
                 if line.startswith((b"\xff\xfe", b"\xfe\xff")):
                     raise DataError(f"{path} is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8")
                 line = line.removeprefix(_BOM)
-            if not line.strip():
-                continue
-            where = Where(path, number)
-            try:
-                text = line.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                yield RawRow(where, None, _bad_byte(error))
-                continue
-            yield RawRow(where, *_parse(text))
+            if line.strip():
+                yield Where(path, number), line
+
+
+def _row_of_line(where: Where, line: bytes) -> RawRow:
+    try:
+        text = line.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        return RawRow(where, None, _bad_byte(error))
+    return RawRow(where, *_parse(text))
 
 
 def _read_json_array(path: Path) -> Iterator[RawRow]:

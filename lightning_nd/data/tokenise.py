@@ -15,7 +15,7 @@ from lightning_nd.data.dataset import OnTooLong, Tally
 from lightning_nd.data.encode import Encoder, Example
 from lightning_nd.data.errors import BadRow, DataError, RowError, Where
 from lightning_nd.data.rows import Conversation, parse_row
-from lightning_nd.data.sources import Piece, read_piece
+from lightning_nd.data.sources import Piece, RawRow, read_piece
 
 # Below this many bytes, starting processes costs more than they save; it also is when a progress bar appears.
 LARGE = 8 << 20
@@ -137,25 +137,9 @@ def encode_piece(piece: Piece, encoder: Encoder, policy: Policy) -> Encoded:
         DataError: the file cannot be read, or there is a conversation but no chat template.
 
     """
-    tally, examples = Tally(), []
-    for raw in read_piece(piece):
-        if raw.value is None:
-            tally.bad.add(BadRow(raw.where, raw.problem or "not a row"))
-            continue
-        try:
-            row = parse_row(raw.value, prompts=policy.prompts)
-            if isinstance(row.content, Conversation) and encoder.renderer is None:
-                raise _no_template(raw.where, encoder)
-            example = encoder(row)
-            if example.supervised == 0 and not (example.context_only or policy.prompts):
-                raise RowError(f"no supervised token with train_on: {encoder.train_on}")
-        except RowError as error:
-            tally.bad.add(BadRow(raw.where, error.reason, error.roles))
-            continue
-        if fits(example, raw.where, policy, tally):
-            tally.context_rows += example.context_only
-            tally.unclosed_rows += not example.closed
-            examples.append(example)
+    tally = Tally()
+    rows = (encode_row(raw, encoder, policy, tally) for raw in read_piece(piece))
+    examples = [example for example in rows if example is not None]
     arrays = {
         "input_ids": _flat([e.input_ids for e in examples]),
         "labels": _flat([e.labels for e in examples]),
@@ -164,6 +148,33 @@ def encode_piece(piece: Piece, encoder: Encoder, policy: Policy) -> Encoded:
     }
     tally.rows, tally.supervised = len(examples), int(arrays["supervised"].sum())
     return Encoded(piece.path, arrays, tally)
+
+
+def encode_row(raw: RawRow, encoder: Encoder, policy: Policy, tally: Tally) -> Example | None:
+    """Check and encode one row; None, and why in ``tally``, if it is not to be used.
+
+    Raises:
+        DataError: it is a conversation and there is no chat template.
+
+    """
+    if raw.value is None:
+        tally.bad.add(BadRow(raw.where, raw.problem or "not a row"))
+        return None
+    try:
+        row = parse_row(raw.value, prompts=policy.prompts)
+        if isinstance(row.content, Conversation) and encoder.renderer is None:
+            raise _no_template(raw.where, encoder)
+        example = encoder(row)
+        if example.supervised == 0 and not (example.context_only or policy.prompts):
+            raise RowError(f"no supervised token with train_on: {encoder.train_on}")
+    except RowError as error:
+        tally.bad.add(BadRow(raw.where, error.reason, error.roles))
+        return None
+    if not fits(example, raw.where, policy, tally):
+        return None
+    tally.context_rows += example.context_only
+    tally.unclosed_rows += not example.closed
+    return example
 
 
 def _flat(lists: list[list[int]]) -> npt.NDArray[np.int32]:

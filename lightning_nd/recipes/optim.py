@@ -87,7 +87,10 @@ def configure_optimizers(
     if scheduler["class_path"].rpartition(".")[2] == WarmupDecay.__name__ and init_args.get("total_steps") is None:
         total = module.trainer.estimated_stepping_batches
         if not math.isfinite(total):
-            raise ValueError("The learning-rate schedule needs an end: set trainer.max_steps or trainer.max_epochs.")
+            raise ValueError(
+                "The learning-rate schedule needs an end: set trainer.max_steps, or trainer.max_epochs where the"
+                " number of batches is known (it is not with data.streaming)."
+            )
         init_args["total_steps"] = int(total)
     if scheduler["class_path"].rpartition(".")[2] == "ReduceLROnPlateau":
         config = {"interval": "epoch", "monitor": init_args.get("monitor", "val/loss")}

@@ -1,0 +1,197 @@
+"""Training rows read while training, for sources too large to be tokenised beforehand."""
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_nd.data.dataset import OnBadRow, Tally
+from lightning_nd.data.encode import IGNORE, Encoder, Example
+from lightning_nd.data.inputs import Input
+from lightning_nd.data.loader import Batch
+from lightning_nd.data.report import check, what_happened
+from lightning_nd.data.sources import RawRow
+from lightning_nd.data.tokenise import Policy, encode_row
+
+log = logging.getLogger(__name__)
+
+#: So many rows are looked at before training starts.
+HEAD = 100
+
+
+class StreamDataset(IterableDataset[Batch]):
+    """Micro-batches of one data rank.
+
+    Every worker of every rank goes through the same stream of raw rows, whose order is a function of (seed, epoch), and
+    encodes only its own: global micro-batch k is rows ``[k·B·D, (k+1)·B·D)``, rank r reads every D-th of them from the
+    r-th on, and worker w does micro-batches w, w + W, …. So ranks do as many steps without knowing how many there
+    will be, and rows do not depend on layout or workers. A row that is skipped, dropped or missing at the end
+    leaves a smaller micro-batch, and at last an example without a supervised token.
+
+    Args:
+        inputs: Files and data sets, in order.
+        encoder: Makes ids and labels.
+        policy: How rows are judged.
+        collate: Makes a batch of examples.
+        on_bad_row: What to do with unusable rows, as they come.
+        micro_batch_size: B.
+        num_replicas: D.
+        rank: The data rank of this process.
+        seed: Of the order.
+        shuffle: Rows that are held to draw from; 0 keeps the order of the files.
+        pad_id: The id in the example of a rank without a row.
+
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Input],
+        encoder: Encoder,
+        policy: Policy,
+        collate: Callable[[Sequence[dict[str, Tensor]]], Batch],
+        *,
+        on_bad_row: OnBadRow,
+        micro_batch_size: int,
+        num_replicas: int,
+        rank: int,
+        seed: int,
+        shuffle: int,
+        pad_id: int,
+    ) -> None:
+        self.inputs, self.encoder, self.policy, self.collate = list(inputs), encoder, policy, collate
+        self.on_bad_row = on_bad_row
+        self.micro_batch_size, self.num_replicas, self.rank = micro_batch_size, num_replicas, rank
+        self.seed, self.shuffle, self.pad_id = seed, shuffle, pad_id
+        self.epoch = self.position = 0
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows that all ranks together read in one micro-batch."""
+        return self.micro_batch_size * self.num_replicas
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        mine, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        rows = islice(self.rows(), self.position, None)
+        tally, number = Tally([one.name for one in self.inputs]), 0
+        while chunk := list(islice(rows, self.rows_per_batch)):
+            if number % workers == mine:
+                own = chunk[self.rank :: self.num_replicas]
+                examples = [e for row in own if (e := self._encode(row(), tally)) is not None]
+                yield self.collate(examples or [self._nothing()])
+            number += 1
+        if happened := what_happened(tally, self.on_bad_row):
+            log.warning("data: train, epoch %d, data rank %d: %s", self.epoch, self.rank, happened)
+
+    def rows(self) -> Iterator[Callable[[], RawRow]]:
+        """All raw rows of the epoch in order, each still to be parsed."""
+        inputs, draw = list(self.inputs), random.Random(f"{self.seed} {self.epoch}")
+        if self.shuffle:
+            draw.shuffle(inputs)
+        held: list[Callable[[], RawRow]] = []
+        for one in inputs:
+            for row in one.rows():
+                if len(held) < self.shuffle:
+                    held.append(row)
+                elif held:
+                    at = draw.randrange(len(held))
+                    held[at], row = row, held[at]
+                    yield row
+                else:
+                    yield row
+        draw.shuffle(held)
+        yield from held
+
+    def _encode(self, raw: RawRow, tally: Tally) -> dict[str, Tensor] | None:
+        example = encode_row(raw, self.encoder, self.policy, tally)
+        refuses = (tally.bad and self.on_bad_row == "error") or (tally.too_long and self.policy.on_too_long == "error")
+        if refuses:
+            check({"train": tally}, self.on_bad_row, self.policy.on_too_long, self.policy.max_length)
+        return None if example is None else _tensors(example)
+
+    def _nothing(self) -> dict[str, Tensor]:
+        return _tensors(Example([self.pad_id] * 2, [IGNORE] * 2))
+
+    def head(self) -> tuple[Tally, Example | None]:
+        """Check the first rows of the files; an example with something supervised among them.
+
+        Raises:
+            DataError: as for any source, from the first rows.
+
+        """
+        tally, shown = Tally([one.name for one in self.inputs]), None
+        for row in islice((row for one in self.inputs for row in one.rows()), HEAD):
+            example = encode_row(row(), self.encoder, self.policy, tally)
+            if example is not None:
+                tally.rows += 1
+                tally.supervised += example.supervised
+                shown = shown if shown is not None or not example.supervised else example
+        check({"train": tally}, self.on_bad_row, self.policy.on_too_long, self.policy.max_length)
+        return tally, shown
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a place in the stream to mean the same."""
+        return {"streaming": True, "shuffle_buffer": self.shuffle, "sources": [str(one.name) for one in self.inputs]}
+
+
+def _tensors(example: Example) -> dict[str, Tensor]:
+    return {"input_ids": torch.tensor(example.input_ids), "labels": torch.tensor(example.labels)}
+
+
+class StreamLoader(DataLoader[Any]):
+    """Runs a ``StreamDataset`` and knows the place in the stream up to which batches were used.
+
+    A batch counts as used when the next one is asked for: Lightning asks for one ahead where it is not told a length.
+    """
+
+    dataset: StreamDataset
+    _used = 0
+    _begun = False
+
+    def __init__(self, dataset: StreamDataset, **options: Any) -> None:
+        # Fresh workers every epoch: they hold copies of the dataset, which are told the epoch by being made.
+        super().__init__(dataset, batch_size=None, persistent_workers=False, **options)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Batches from the place that was loaded on, then whole epochs."""
+        if self._begun:  # the last one was left before its end
+            self._next_epoch()
+        for batch in super().__iter__():
+            self._begun = True
+            yield batch
+            self._used += 1
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        self.dataset.epoch, self.dataset.position = self.dataset.epoch + 1, 0
+        self._used, self._begun = 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the last batch that was used, the same on every rank and good for any layout."""
+        data = self.dataset
+        position = data.position + self._used * data.rows_per_batch
+        return {"seed": data.seed, "epoch": data.epoch, "position": position, **data.identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start the next iteration at a saved place.
+
+        Raises:
+            ValueError: the place is in another stream.
+
+        """
+        data = self.dataset
+        there = {name: value for name, value in state.items() if name not in ("seed", "epoch", "position")}
+        if state and state["position"] and there != data.identity:
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint stands at row {state['position']} of {there}; the data is now "
+                f"{data.identity}. Resume with the same data and settings, or from the end of an epoch."
+            )
+        if state:
+            data.seed, data.epoch, data.position = state["seed"], state["epoch"], state["position"]
+            self._used, self._begun = 0, False
