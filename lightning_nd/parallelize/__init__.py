@@ -118,7 +118,7 @@ def check_layout(module: nn.Module, dims: ParallelDims) -> None:
         ValueError: naming both layouts.
     """
     for name, part in module.named_modules():
-        made_for = getattr(part, "_lightning_nd_dims", dims)
+        made_for = vars(part).get("_lightning_nd_dims", dims)
         if made_for != dims:
             raise ValueError(
                 f"NDStrategy: {name or type(part).__name__} has been parallelised over {made_for} before, and this"
@@ -130,7 +130,7 @@ def partial_gradients(module: nn.Module) -> list[nn.Parameter]:
     """Parameters whose gradients are partial sums over the tp ranks after backward."""
     found: list[nn.Parameter] = []
     for part in module.modules():
-        tensor = getattr(part, "_lightning_nd", None)
+        tensor = vars(part).get("_lightning_nd")
         if isinstance(tensor, TensorParallelism):
             named = dict(part.named_parameters())
             found += [named[name] for name in sorted(tensor.partial)]

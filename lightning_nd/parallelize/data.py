@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from lightning_nd.parallelize.adapters import low_rank_layers
 from lightning_nd.parallelize.blocks import find_blocks
 from lightning_nd.parallelize.sequence import is_tokenwise
 
@@ -82,6 +83,10 @@ def _head(model: nn.Module) -> nn.Module | None:
 def _shard_unit(module: nn.Module, usual: torch.dtype, settings: dict[str, Any]) -> None:
     if isinstance(module, FSDPModule):
         return
+    pairs = [m for m in low_rank_layers(module) if not isinstance(m, FSDPModule)]
+    pairs = [m for m in pairs if any(p.dtype != usual for p in m.parameters())]
+    if pairs:  # one unit for all of a block's: they are small
+        fully_shard(pairs, **settings)
     for odd in {p.dtype for p in _unsharded_parameters(module)} - {usual}:
         _shard_odd(module, odd, usual, settings)
     fully_shard(module, **settings)

@@ -161,17 +161,23 @@ class Rowwise(Style):
         if self.split:
             _map_input(module, lambda x: comm.slice_allgather(x, x.dim() - 1, site.group))
         hidden: dict[str, Tensor | None] = {}
+        inner = getattr(module, "base_layer", module)  # an adapter's output is a partial sum as well
 
-        def hide_bias(mod: nn.Module, _: Any) -> None:
-            hidden["bias"], mod._parameters["bias"] = mod._parameters.get("bias"), None
+        def hide_bias(*_: Any) -> None:
+            hidden["bias"], inner._parameters["bias"] = inner._parameters.get("bias"), None
 
         def reduce(y: Tensor) -> Tensor:
             y = site.scatter(y) if site.pure and site.scatter is not None else comm.allreduce_identity(y, site.group)
-            bias = hidden.pop("bias")
+            bias = hidden["bias"]
+            bias = bias.to_local() if isinstance(bias, DTensor) else bias
             return y if bias is None else y + bias.to(y.dtype)
 
-        module.register_forward_pre_hook(hide_bias)  # `install_style` gives it back
+        def show_bias(*_: Any) -> None:
+            inner._parameters["bias"] = hidden.pop("bias", None)  # type: ignore[assignment]
+
+        module.register_forward_pre_hook(hide_bias)
         _map_output(module, reduce)
+        module.register_forward_hook(show_bias, always_call=True)
 
 
 class PackedColwise(Colwise):
@@ -353,10 +359,12 @@ def _map_output(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def _check_plain(name: str, module: nn.Module, size: int) -> None:
+    if hasattr(module, "base_layer"):  # see adapters.py
+        return
     if not any(True for _ in module.parameters(recurse=False)):
         raise ValueError(
             f"NDStrategy: tp={size} would split {name!r}, but {type(module).__name__} holds no weight itself: it wraps"
-            " another layer (an adapter, say). Use tp=1 (dp_shard works), or a tp_plan that names the inner layers."
+            " another layer. Use tp=1 (dp_shard works), or a tp_plan that names the inner layers."
         )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
+from lightning_nd.parallelize.adapters import inner_styles, is_adapter
 from lightning_nd.parallelize.blocks import block_list
 from lightning_nd.parallelize.sequence import SequenceShard, is_tokenwise
 from lightning_nd.parallelize.styles import STYLES, ReplicatedKeyValue, ShardedParameter, Site, Style, install_style
@@ -205,7 +206,15 @@ def _assign(model: nn.Module, plan: Mapping[str, str]) -> _Assignment:
                 " Names are relative to the model, '*' stands for one part between dots."
             )
     _split_vocabulary(model, assignment)
+    _split_adapters(model, assignment)
     return assignment
+
+
+def _split_adapters(model: nn.Module, assignment: _Assignment) -> None:
+    modules = dict(model.named_modules())
+    for name, style in list(assignment.modules.items()):
+        if is_adapter(modules[name]):
+            assignment.modules.update(inner_styles(name, modules[name], style))
 
 
 def _split_vocabulary(model: nn.Module, assignment: _Assignment) -> None:
@@ -262,10 +271,15 @@ def _kv_projection_names(model: nn.Module, assignment: _Assignment) -> list[tupl
         (name, module)
         for name, module in model.named_modules()
         if hasattr(module, "num_key_value_groups")
-        and all(isinstance(getattr(module, key, None), nn.Linear) for key in ("k_proj", "v_proj"))
+        and all(isinstance(_linear(module, key), nn.Linear) for key in ("k_proj", "v_proj"))
         and assignment.modules.get(f"{name}.k_proj") is STYLES["colwise"]
         and assignment.modules.get(f"{name}.v_proj") is STYLES["colwise"]
     ]
+
+
+def _linear(module: nn.Module, key: str) -> Any:
+    layer = getattr(module, key, None)
+    return getattr(layer, "base_layer", layer)
 
 
 def _is_kv_projection(name: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -278,7 +292,7 @@ def _replicate_kv_heads(model: nn.Module, assignment: _Assignment, mesh: DeviceM
     replicated = False
     for name, module in _kv_projection_names(model, assignment):
         head_dim = int(module.head_dim)  # type: ignore[arg-type]
-        kv_heads = module.k_proj.out_features // head_dim  # type: ignore[union-attr, operator]
+        kv_heads = _linear(module, "k_proj").out_features // head_dim
         if kv_heads % mesh.size() == 0:
             continue
         groups = int(module.num_key_value_groups)  # type: ignore[arg-type]
@@ -290,8 +304,11 @@ def _replicate_kv_heads(model: nn.Module, assignment: _Assignment, mesh: DeviceM
         if read != [head for head in distinct for _ in range(repeats)]:
             distinct, repeats = read, 1  # the groups do not end where the ranks do: one key head for each query head
         style = ReplicatedKeyValue(head_dim, tuple(distinct))
-        assignment.modules[f"{name}.k_proj"] = assignment.modules[f"{name}.v_proj"] = style
-        module.num_key_value_groups = repeats  # type: ignore[assignment]
+        for key in (f"{name}.k_proj", f"{name}.v_proj"):
+            assignment.modules[key] = style
+            if is_adapter(layer := model.get_submodule(key)):
+                assignment.modules.update(inner_styles(key, layer, style))
+        module.num_key_value_groups = repeats
         replicated = True
     return replicated
 
