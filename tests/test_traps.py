@@ -104,7 +104,7 @@ def _run_refused(rank: int, world_size: int, make: Callable[[], nn.Module], degr
     ("make", "degrees", "said"),
     [
         (_llama_with_dropout, {"tp": 2}, ["tp=2", "dropout", "attention_dropout", "tp=1"]),
-        (_llama_with_wrapped_layers, {"tp": 2}, ["tp=2", "q_proj", "Wrapped", "wraps"]),
+        (_llama_with_wrapped_layers, {"tp": 2}, ["tp=1", "q_proj", "Wrapped", "adapter"]),
         (_mixtral_with_router_loss, {"dp_shard": 2}, ["load-balancing", "output_router_logits=False"]),
         (_gpt2, {"tp": 2}, ["GPT2LMHeadModel", "plan", "tp=1", "tp_plan"]),
         (_three_heads, {"tp": 2}, ["tp=2", "num_attention_heads=3", "1, 3"]),
