@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_nd.attention.interface import CONTEXT_KEY, check_model, windows_of
+from lightning_nd.attention.interface import CONTEXT_KEY, attention_forward, check_model, no_mask, windows_of
 from lightning_nd.parallelize.context import ContextParallel, documents_of, gather_sequence, shard_batch
 
 
@@ -156,6 +156,10 @@ def _models() -> dict[str, tuple[Any, str]]:
         ),
         "gpt2 dropout": (t.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4), "attn_pdrop=0.1"),
         "llama dropout": (t.LlamaConfig(**small, **mlp, attention_dropout=0.1), "attention_dropout=0.1"),
+        "gemma3 both ways": (
+            t.Gemma3TextConfig(**small, **mlp, head_dim=8, use_bidirectional_attention=True),
+            "both directions",
+        ),
         "phi3 longrope": (t.Phi3Config(**small, **mlp, rope_scaling=yarn, pad_token_id=0), "'longrope'"),
     }
 
@@ -172,6 +176,7 @@ def _models() -> dict[str, tuple[Any, str]]:
         "llama4",
         "gpt2 dropout",
         "llama dropout",
+        "gemma3 both ways",
         "phi3 longrope",
     ],
 )
@@ -184,6 +189,36 @@ def test_models_that_cannot_are_refused_by_name(name):
     with pytest.raises(ValueError, match=f"{type(model).__name__} cannot run with cp > 1") as error:
         check_model(model)
     assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "ran under cp without the layout"),
+        ({"dropout": 0.1}, "attention dropout 0.1"),
+        ({"is_causal": False}, "attends in both directions"),
+        ({"attention_mask": torch.zeros(1, 1, 4, 4)}, r"mask of shape \[1, 1, 4, 4\]"),
+        ({"alibi": torch.zeros(2)}, "adds alibi to its scores"),
+        ({"position_bias": torch.zeros(2)}, "adds position_bias to its scores"),
+    ],
+)
+def test_layers_that_ask_for_more_than_causal_are_refused(options, text):
+    q = torch.zeros(1, 2, 4, 8)
+    context = object() if options else None  # refused before it is looked at
+    with pytest.raises((ValueError, RuntimeError), match=f"NDStrategy: Linear .*{text}"):
+        attention_forward(nn.Linear(1, 1), q, q, q, options.pop("attention_mask", None), cp_context=context, **options)
+
+
+def test_mask_rules_that_show_later_tokens_are_refused():
+    from transformers.masking_utils import causal_mask_function, or_masks, sliding_window_causal_mask_function
+
+    def prefix(batch, head, query, key):
+        return key < 3
+
+    for allowed in (causal_mask_function, sliding_window_causal_mask_function(4)):
+        assert no_mask(mask_function=allowed) is None
+    with pytest.raises(ValueError, match="lets tokens see later ones"):
+        no_mask(mask_function=or_masks(causal_mask_function, prefix))
 
 
 def test_windows_of_models():
