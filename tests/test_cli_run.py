@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -34,19 +35,21 @@ import os, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_nd import NDStrategy
 from lightning_nd.data import ChatDataModule
 from lightning_nd.recipes import CausalLM
 
 class Module(CausalLM):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 1 and self.global_rank == 1:
+    def {hook}(self, *args):
+        if self.trainer.global_step == 1 and self.global_rank == 1:
             {action}
-        return super().training_step(batch, batch_idx)
+        return super().{hook}(*args)
 
 Trainer(accelerator="cpu", devices=2, strategy=NDStrategy(dp_shard=2), max_steps=4, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(
-    Module("model", export=False), datamodule=ChatDataModule("train.jsonl", max_length=64))
+        enable_progress_bar=False, enable_model_summary=False, val_check_interval=1, num_sanity_val_steps=0,
+        default_root_dir={root!r}, callbacks=[ModelCheckpoint(every_n_train_steps=1)]).fit(
+    Module("model", export=False), datamodule=ChatDataModule("train.jsonl", "train.jsonl", max_length=64))
 """
 
 
@@ -64,13 +67,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *command: str, **variables: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     keep = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
-    environ = {**keep, "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True, timeout=240
-    )
+    environ = {**keep, "PYTHONPATH": path, **variables}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *command], cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True)
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    process = start(folder, *command)
+    try:
+        out, errors = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
 
 
 def test_fit_refuse_a_second_run_and_validate_from_the_saved_configuration(
@@ -109,21 +127,66 @@ def test_fit_refuse_a_second_run_and_validate_from_the_saved_configuration(
     assert (folder / "out" / "metrics.csv").read_text() == metrics
 
 
+def losses(folder: Path) -> list[tuple[float, float]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    return [(float(row["train/loss"]), float(row["train/grad_norm"])) for row in rows]
+
+
+def test_torchrun_and_slurm_give_the_numbers_of_one_process(folder: Path) -> None:
+    options = ("--config", "recipe.yaml", "--model.export", "false")
+    cli = ("-m", "lightning_nd.cli", "fit", *options)
+    one = run(folder, *cli, "--nd.dp_shard", "1", "--data.micro_batch_size", "4", "--trainer.default_root_dir", "one")
+    assert one.returncode == 0, one.stderr
+    torchrun = run(
+        folder, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *cli,
+        "--trainer.default_root_dir", "torchrun",
+    )  # fmt: skip
+    assert torchrun.returncode == 0, torchrun.stderr
+    srun = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train",
+            "SLURM_JOB_ID": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost",
+            "MASTER_PORT": str(free_port())}  # fmt: skip
+    tasks = [
+        start(folder, *cli, "--trainer.default_root_dir", "slurm", **srun, SLURM_PROCID=task, SLURM_LOCALID=task)
+        for task in ("0", "1")
+    ]
+    for task in tasks:
+        _, errors = task.communicate(timeout=240)
+        assert task.returncode == 0, errors
+    want = losses(folder / "one")
+    assert len(want) == 3
+    for started in ("torchrun", "slurm"):
+        for got, expected in zip(losses(folder / started), want, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("action", "words"),
+    ("hook", "action", "words"),
     [
         (
+            "training_step",
             'raise ValueError("row 17 is odd")',
             ["rank 1 on ", "failed first, at step 1 (train): ValueError: row 17 is odd"],
         ),
-        ("os._exit(9)", ["rank 1 on ", "ended with exit code 9"]),
+        ("training_step", "os._exit(9)", ["rank 1 on ", "ended with exit code 9"]),
+        (
+            "validation_step",
+            'raise ValueError("row 17 is odd")',
+            ["rank 1 on ", "failed first, at step 1 (validate): ValueError: row 17 is odd"],
+        ),
+        (
+            "on_save_checkpoint",
+            'raise OSError("no space left")',
+            ["rank 1 on ", "failed first, at step 1 (train): OSError: no space left"],
+        ),
     ],
-    ids=["raises", "exits"],
+    ids=["raises", "exits", "validation", "saving"],
 )
 def test_one_failing_rank_ends_the_job_and_its_error_is_what_is_shown(
-    folder: Path, action: str, words: list[str]
+    folder: Path, tmp_path: Path, hook: str, action: str, words: list[str]
 ) -> None:
-    (folder / "train.py").write_text(FAILING.format(tests=str(ROOT / "tests"), action=action))
+    script = FAILING.format(tests=str(ROOT / "tests"), hook=hook, action=action, root=str(tmp_path))
+    (folder / "train.py").write_text(script)
     began = time.monotonic()
     result = run(folder, "train.py")
     assert result.returncode not in (0, -9), result.stderr
