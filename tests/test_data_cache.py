@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from pool import Pool, WorkerError, tiny_trainer
 from tiny import TEMPLATE, tiny_model, tiny_tokenizer
 
 from lightning_nd.data import ChatDataModule, DataError, sources, tokenise
+from lightning_nd.data.node import once_per_node
 
 
 def chats(path: Path, count: int = 40, bad: tuple[int, ...] = ()) -> Path:
@@ -249,6 +251,28 @@ def test_all_ranks_see_why_the_one_failed(pool: Pool, tmp_path):
     (_, _, first), (_, _, second) = pool.run(fit, 2, str(path), str(tmp_path / "cache"), "of all bytes")
     assert first == "MemoryError: of all bytes"
     assert second == "DataError: MemoryError: of all bytes (rank 0 has the whole report)"
+
+
+def on_two_nodes(rank: int, world_size: int, failing: int | None) -> str:
+    """Four ranks, two a node."""
+
+    def work() -> str:
+        if rank == failing:
+            raise DataError("no file x\n(and more)")
+        return f"made by {rank}"
+
+    try:
+        return once_per_node(work, SimpleNamespace(local_rank=rank % 2))
+    except DataError as error:
+        return str(error)
+
+
+def test_every_node_has_its_own_and_all_nodes_stop_for_one(pool: Pool):
+    assert pool.run(on_two_nodes, 4, None) == ["made by 0", "made by 0", "made by 2", "made by 2"]
+    short = "rank 2: no file x (rank 2 has the whole report)"
+    whole = "no file x\n(and more)"
+    assert pool.run(on_two_nodes, 4, 2) == [f"rank 2: {whole}", short, whole, short]
+    assert pool.run(on_two_nodes, 4, 0)[1:] == ["no file x (rank 0 has the whole report)"] * 3
 
 
 def die(rank: int, world_size: int, path: str, cache: str) -> None:

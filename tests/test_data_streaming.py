@@ -205,7 +205,7 @@ def test_the_first_rows_are_checked_before_training(tmp_path, capsys, caplog):
     with caplog.at_level(logging.INFO):
         module(str(CASES / "A01.jsonl"), on_bad_row="skip").setup("fit")
     text = caplog.text + capsys.readouterr().err
-    assert "of the first 100 rows 3 can be used" in text
+    assert "of the first 5 rows 3 can be used, the longest of " in text
     assert "2 bad rows skipped" in text
     assert "sample, supervised tokens in ⟦⟧" in text
 

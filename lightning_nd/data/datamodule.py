@@ -269,9 +269,9 @@ class ChatDataModule(LightningDataModule):
     def _describe_stream(self) -> str:
         tally, example = self._stream().head()
         lines = [f"data: {note}" for note in self._notes]
-        lines.append(
-            f"train: streamed; of the first {HEAD} rows {tally.rows} can be used, longest {tally.longest} tokens"
-        )
+        looked = min(HEAD, tally.rows + len(tally.bad) + tally.dropped_rows)
+        usable = f"{tally.rows} can be used, the longest of {tally.longest:,} tokens"
+        lines.append(f"train: streamed; of the first {looked} rows {usable}")
         if happened := what_happened(tally, self.on_bad_row):
             lines.append(f"  {happened}")
         if example is not None:
