@@ -94,7 +94,16 @@ class Progress:
         return lines
 
     def _path(self, rank: int) -> Path:
-        return self.folder / f"progress-{rank:05d}.json"
+        return _file_of(self.folder, rank)
+
+
+def read_progress(folder: Path, rank: int) -> dict[str, Any] | None:
+    """What a rank is doing (``rank``, ``host``, ``step``, ``phase``, ``time``); None once its run is over."""
+    return _read(_file_of(folder, rank))
+
+
+def _file_of(folder: Path, rank: int) -> Path:
+    return folder / f"progress-{rank:05d}.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

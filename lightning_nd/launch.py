@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import shlex
@@ -25,12 +26,14 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_nd.faults import read_progress
 from lightning_nd.mesh import Degree, ParallelDims
 
 log = logging.getLogger(__name__)
 
 _REPORTS = "LIGHTNING_ND_REPORTS"
 _PARENT = "LIGHTNING_ND_PARENT"
+_STARTED_AT = "LIGHTNING_ND_STARTED_AT"
 _GRACE = 8.0  # seconds that the other ranks get to fail on their own before they are killed
 
 
@@ -199,6 +202,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
             ends the job.
     """
 
+    _launches = 0  # of this process, its Trainers' together
+
     def __init__(
         self,
         cluster_environment: ClusterEnvironment,
@@ -213,15 +218,22 @@ class LocalLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if self._preflight is not None and trainer is not None and not is_child():
+        LocalLauncher._launches += 1
+        # A child comes by the launches that its parent refused before there were children; it must refuse them too.
+        refused = LocalLauncher._launches < int(os.environ.get(_STARTED_AT, "0"))
+        if self._preflight is not None and trainer is not None and (refused or not is_child()):
             data = next((a for a in (*args, *kwargs.values()) if isinstance(a, LightningDataModule)), None)
             # Where others start the processes, all of them come by here, and one a node is to read the data: in setup.
-            self._preflight(trainer, None if environment.creates_processes_externally else data)
+            self._preflight(trainer, data if refused or not environment.creates_processes_externally else None)
+        if refused:
+            raise RuntimeError("The process that started this one refused to run here; see its message.")
         if not environment.creates_processes_externally:
             os.environ[_REPORTS] = tempfile.mkdtemp(prefix="lightning-nd-")
             atexit.register(shutil.rmtree, os.environ[_REPORTS], ignore_errors=True)
             os.environ[_PARENT] = str(os.getpid())
+            os.environ[_STARTED_AT] = str(LocalLauncher._launches)
             self._call_children_scripts()
+            atexit.register(self._wait_for_children)
             threading.Thread(target=self._watch_children, daemon=True, name="watch-children").start()
         elif is_child():
             threading.Thread(target=_watch_parent, daemon=True, name="watch-parent").start()
@@ -277,6 +289,40 @@ class LocalLauncher(_SubprocessScriptLauncher):
             if process.returncode and not report.exists() and silent is None:
                 silent = f"rank {rank} on {socket.gethostname()} ended with {_exit_words(process.returncode)}."
         return silent
+
+    def _wait_for_children(self) -> None:
+        """When this process is done: a rank that fails or waits at its end must not be lost behind our exit code 0."""
+        own = _own_report()
+        if own is not None and own.exists():
+            return
+        deadline = time.monotonic() + _GRACE
+        for process in self.procs:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
+        found = []
+        for i, process in enumerate(self.procs, 1):
+            record = read_progress(Path(os.environ[_REPORTS]), self._first_rank() + i)
+            if process.returncode:
+                found.append(f"rank {i} on {socket.gethostname()} ended with {_exit_words(process.returncode)}.")
+            elif process.returncode is None and record is not None:  # it is gone once the run is over
+                found.append(f"rank {i} on {record['host']} is still at step {record['step']}, {record['phase']}.")
+        if not found:
+            return
+        for process in self.procs:
+            process.kill()
+        first = _first_report()
+        sys.stdout.flush()
+        print(
+            (f"\n{first.read_text()}" if first else "") + "\nrank 0 has ended without an error, but "
+            f"{' '.join(found)}\nIf ranks read different numbers of batches, the one with more waits for the others:"
+            " give every data rank the same number.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    def _first_rank(self) -> int:
+        return int(self.cluster_environment.node_rank()) * self.num_processes
 
     def _watch_children(self) -> None:
         """End the job when a child is gone and rank 0 does not notice, because it waits in a collective."""

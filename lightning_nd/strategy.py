@@ -19,18 +19,16 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
-from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
 from lightning_nd import gradients
 from lightning_nd.faults import Progress
 from lightning_nd.launch import _REPORTS, LocalLauncher, RankFailedError, check_world, is_interactive
+from lightning_nd.loaders import SameRows, split_loader
 from lightning_nd.loss import TokenLedger, install_loss
 from lightning_nd.mesh import Degree, Meshes, ParallelDims
 from lightning_nd.parallelize import (
@@ -138,6 +136,7 @@ class NDStrategy(ModelParallelStrategy):
         self._accumulating = False
         self._inject_samplers = False
         self._progress: Progress | None = None
+        self._same_rows: SameRows | None = None
         self._partial: list[nn.Parameter] = []
         self._grad_norm: Tensor | None = None
         self._norm_is_current = False
@@ -258,6 +257,7 @@ class NDStrategy(ModelParallelStrategy):
         folder = os.environ.get(_REPORTS) or os.path.join(trainer.default_root_dir, ".progress")
         self._progress = Progress(Path(folder), self.global_rank)
         self._take_over_samplers(trainer)
+        self._same_rows = SameRows(self.meshes, self.root_device)
         check_layout(self.lightning_module, self.dims)
         for root in roots.find_roots(self.lightning_module, self.dims.tp):
             parallelize(root, self)
@@ -300,25 +300,18 @@ class NDStrategy(ModelParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Split a loader over the data ranks in the order that the user gave it: shuffled only if it was."""
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if (
-            not self._inject_samplers
-            or trainer.state.fn != TrainerFn.FITTING
-            or not isinstance(dataloader, DataLoader)
-            or isinstance(dataloader.sampler, DistributedSampler)
-            or has_iterable_dataset(dataloader)
-        ):
+        trainer: Any = self.lightning_module.trainer
+        if not self._inject_samplers or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
-        shuffled = not isinstance(dataloader.sampler, SequentialSampler)
-        overfit: float = trainer.overfit_batches  # type: ignore[attr-defined]
-        sampler = _get_distributed_sampler(dataloader, shuffled, overfit, **self.distributed_sampler_kwargs)
-        return _update_dataloader(dataloader, sampler)
+        return split_loader(dataloader, trainer.overfit_batches, self.distributed_sampler_kwargs)
 
     # -- batches --------------------------------------------------------------------------------------------------
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Under cp, keep this rank's tokens (on the host, before anything is copied); then move to the device."""
+        if self._same_rows is not None:
+            self._same_rows.check(batch)
         if self._context is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         moved = super().batch_to_device(self._context.shard(batch), device, dataloader_idx)
@@ -364,7 +357,7 @@ class NDStrategy(ModelParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         if self._context is not None:
-            self._context.check_used()
+            self._context.check_used(loss_is_ours=self.ledger.is_noted)
         self._mark("backward")
         weight = self.ledger.close_micro_batch()
         if self.lightning_module.automatic_optimization:

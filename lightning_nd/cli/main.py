@@ -102,6 +102,8 @@ def _quiet() -> None:
         "ignore", message=".*all_gather_into_tensor|.*reduce_scatter_tensor", category=FutureWarning
     )
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.")
+    # a data module without validation rows has no loaders for them
+    warnings.filterwarnings("ignore", message="Total length of `dict` across ranks is zero")
     # at its small default sizes the CPU loader needs no worker processes
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     from lightning_nd.launch import is_child

@@ -91,7 +91,15 @@ class CausalLMLoss:
         self.calls = 0
 
     def __call__(
-        self, logits: Tensor, labels: Tensor | None, vocab_size: int = 0, shift_labels: Tensor | None = None, **_: Any
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int = 0,
+        shift_labels: Tensor | None = None,
+        *,
+        ignore_index: int = IGNORE,
+        num_items_in_batch: Any = None,
+        **_: Any,
     ) -> Tensor:
         """The loss of a micro-batch.
 
@@ -100,8 +108,19 @@ class CausalLMLoss:
             labels: ``[batch, sequence]``; ignored where ``shift_labels`` is given.
             vocab_size: not needed.
             shift_labels: targets that are shifted already.
+            ignore_index: only -100.
+            num_items_in_batch: only None.
+
+        Raises:
+            ValueError: for what would change the number that is divided by.
         """
         self.calls += 1
+        if ignore_index != IGNORE or num_items_in_batch is not None:
+            given = f"ignore_index={ignore_index}" if ignore_index != IGNORE else "num_items_in_batch"
+            raise ValueError(
+                f"NDStrategy: the model was called with {given}. The loss is the mean over all ranks' labels that are"
+                " not -100, and the strategy counts them: mark the others with -100 and leave the argument out."
+            )
         if shift_labels is None:
             if labels is None:
                 raise ValueError("CausalLMLoss: neither labels nor shift_labels were given.")
@@ -124,11 +143,21 @@ def install_loss(model: Any, ledger: TokenLedger, group: ProcessGroup | None, *,
 
     With ``sharded`` rows (cp > 1) it takes only labels that have been shifted over the whole row.
     A class that computes its own loss inside forward is found out at the first batch: the message says what to do.
+
+    Raises:
+        ValueError: for a model whose ``loss_function`` somebody has set.
     """
     installed = model.loss_function
     if isinstance(installed, CausalLMLoss):  # a second fit: the model has the hooks, the strategy is another
         installed.ledger, installed.group, installed.sharded = ledger, group, sharded
         return
+    if not getattr(installed, "__module__", "").startswith("transformers."):
+        raise ValueError(
+            f"NDStrategy: {type(model).__name__} was given a loss_function of its own"
+            f" ({getattr(installed, '__qualname__', installed)}), which would be replaced: a loss of one rank's tokens"
+            " cannot be made a token mean over all ranks. Take it away (del model._loss_function), or leave `labels`"
+            " out of the call and compute it from outputs.logits in training_step."
+        )
     loss = CausalLMLoss(ledger, group, sharded)
     model.loss_function = loss
 

@@ -36,6 +36,11 @@ class TokenLedger:
         else:
             self._micro_tokens, self._micro_nll = self._micro_tokens + tokens, self._micro_nll + nll
 
+    @property
+    def is_noted(self) -> bool:
+        """Whether a token loss of the current micro-batch has been noted."""
+        return self._micro_tokens is not None
+
     def discard(self) -> None:
         """Forget token losses that no backward followed (validation, a skipped step)."""
         self._micro_tokens = self._micro_nll = None

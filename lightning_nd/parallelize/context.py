@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
@@ -20,6 +22,9 @@ from lightning_nd.attention.context import METHODS, AttentionContext, announce
 from lightning_nd.attention.interface import CONTEXT_KEY, NAME, check_model, register, windows_of
 from lightning_nd.attention.layout import LAYOUTS, Documents, choose_layout, move_rows
 from lightning_nd.attention.sdpa import SDPARouter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IGNORE = -100
 _BOUNDS = ("cu_seq_lens", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -107,12 +112,22 @@ class ContextParallel:
             for value in batch:
                 yield from self._remember(value)
 
-    def check_used(self) -> None:
-        """Refuse to train on a batch whose tokens never attended to those of other ranks.
+    def check_used(self, *, loss_is_ours: bool) -> None:
+        """Refuse to train on a batch whose tokens never attended to those of other ranks; warn of an unknown loss.
+
+        Args:
+            loss_is_ours: the loss about to be differentiated comes from the strategy's token loss.
 
         Raises:
             RuntimeError: if no attention call used the context of a batch.
         """
+        if not loss_is_ours and self._contexts and "loss" not in self.announced:
+            self.announced.add("loss")
+            rank_zero_warn(
+                "NDStrategy: this loss is not the strategy's. Under cp > 1 each rank holds some tokens of every row: a"
+                " loss from logits needs batch['shift_labels'], not labels that it shifts itself, and the mean over the"
+                " tokens of all ranks. Return self.model(**batch).loss, or use lightning_nd.loss.causal_lm_loss."
+            )
         unused = [context for context in self._contexts.values() if not context.calls]
         if unused:
             raise RuntimeError(
@@ -174,6 +189,7 @@ def apply_context_parallel(model: nn.Module, cp: ContextParallel) -> None:
         return
     check_model(model)
     register()
+    _own_config(model)
     model.set_attn_implementation(NAME)
 
     def give_context(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,6 +216,16 @@ def apply_context_parallel(model: nn.Module, cp: ContextParallel) -> None:
         return args, kwargs
 
     model.register_forward_pre_hook(give_context, with_kwargs=True)
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Give a model a copy of its config: another model may have been made from the same object."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if id(config) in copies:
+            module.config = copies[id(config)]
 
 
 def _route_sdpa(model: nn.Module, cp: ContextParallel) -> None:
@@ -261,6 +287,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
     if full.get("labels") is not None and full.get("shift_labels") is None:
         labels = full["labels"]
         full["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    _check_supervision(full)
     windows = tuple(sorted(cp.windows or {(None, 1)}, key=str))
     choice = choose_layout(
         length,
@@ -290,6 +317,24 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
     }
     sharded[CONTEXT_KEY] = context
     return sharded
+
+
+def _check_supervision(batch: Mapping[str, Any]) -> None:
+    """Padding attends to nothing under cp, so nothing can be learnt from it.
+
+    Raises:
+        ValueError: for a target at a token that `attention_mask` hides.
+    """
+    targets, mask = batch.get("shift_labels"), batch.get("attention_mask")
+    if not isinstance(targets, Tensor) or not isinstance(mask, Tensor) or targets.shape != mask.shape:
+        return
+    wrong = ((targets != IGNORE) & (mask == 0)).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        raise ValueError(
+            f"NDStrategy: {len(wrong)} tokens that attention_mask hides are supervised (the first: row {row}, token"
+            f" {column}, target {int(targets[row, column])}). Set labels to -100 where attention_mask is 0."
+        )
 
 
 def documents_of(batch: Mapping[str, Any], rows: int, length: int) -> Documents:

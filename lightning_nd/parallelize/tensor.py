@@ -160,10 +160,21 @@ def apply_tensor_parallel(
         blocks = block_list(model)
         assert blocks is not None
         sequence.install_on_chain(blocks)
+        model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     else:
         _install_plain_regions(model, regions, mesh)
     log.debug("tensor parallel: %d regions, %d partial gradients", len(regions), len(partial))
     return TensorParallelism(frozenset(partial), sequence, replicated_kv)
+
+
+def _refuse_hidden_states(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+    config = getattr(model, "config", None)
+    asked = kwargs.get("output_hidden_states")
+    if asked if asked is not None else getattr(config, "output_hidden_states", False):
+        raise ValueError(
+            f"NDStrategy: {type(model).__name__} was asked for output_hidden_states. Under sequence parallelism each tp"
+            " rank holds only its own tokens of them: use NDStrategy(sequence_parallel=False)."
+        )
 
 
 def _install_plain_regions(model: nn.Module, regions: dict[str, bool], mesh: DeviceMesh) -> None:

@@ -1,0 +1,94 @@
+"""Which rows a rank reads: loaders split over the data ranks, and a check that ranks that share rows agree on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
+from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+
+from lightning_nd.mesh import Meshes
+
+_CHECKED = 4  # batches of a stage; a loader that is shuffled by each rank alone shows it in the first
+
+
+def split_loader(loader: object, overfit: float, place: dict[str, Any]) -> object:
+    """Split a loader over the data ranks in the order that the user gave it: shuffled only if it was.
+
+    Loaders that have a distributed sampler, or an iterable dataset, are returned as they are.
+
+    Args:
+        loader: what the LightningModule returned.
+        overfit: ``Trainer(overfit_batches=...)``.
+        place: ``num_replicas`` and ``rank`` on the data axes.
+    """
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.sampler, DistributedSampler)
+        or has_iterable_dataset(loader)
+    ):
+        return loader
+    shuffled = not isinstance(loader.sampler, SequentialSampler)
+    sampler = _get_distributed_sampler(loader, shuffled, overfit, **place)
+    return _update_dataloader(loader, sampler)
+
+
+class SameRows:
+    """Compares the first batches of a stage over the tp and cp ranks, which must read the same rows.
+
+    Args:
+        meshes: of the strategy.
+        device: where the process groups communicate.
+    """
+
+    def __init__(self, meshes: Meshes, device: torch.device) -> None:
+        self._groups = {axis: mesh for axis, mesh in (("tp", meshes.tp), ("cp", meshes.cp)) if mesh.size() > 1}
+        self._device = device
+        self._left = _CHECKED
+
+    def restart(self) -> None:
+        """Look again: another stage begins."""
+        self._left = _CHECKED
+
+    def check(self, batch: Any) -> None:
+        """Compare one batch as it came from the loader; collective over the tp and cp ranks.
+
+        Raises:
+            RuntimeError: on every rank of the group, if they do not hold the same batch.
+        """
+        if not self._groups or self._left == 0:
+            return
+        self._left -= 1
+        mine = torch.tensor(_digest(batch), device=self._device)
+        for axis, mesh in self._groups.items():
+            bounds = torch.stack([mine, -mine])
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group())
+            if not bool((bounds[0] == -bounds[1]).all()):
+                raise RuntimeError(
+                    f"NDStrategy: ranks that differ only in {axis} have read different rows, and they must read the"
+                    " same: they work on one micro-batch together. Does each rank shuffle with a seed of its own, or"
+                    " split the data by the global rank? Use trainer.strategy.distributed_sampler_kwargs"
+                    " (num_replicas, rank) to split it, and the same seed on all ranks."
+                )
+
+
+def _digest(batch: Any) -> tuple[int, int]:
+    """Two sums over the integer tensors of a batch, one of them by position; floats may differ in their last bit."""
+    plain = weighted = 0
+    for tensor in _integers(batch):
+        flat = tensor.reshape(-1).long()
+        place = torch.arange(1, flat.numel() + 1, device=flat.device) % 65521
+        plain += int(flat.sum()) + flat.numel()
+        weighted += int((flat * place).sum())
+    return plain % 2**61, weighted % 2**61
+
+
+def _integers(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Tensor):
+        return [] if batch.is_floating_point() or batch.is_complex() else [batch]
+    values = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, list | tuple) else ()
+    return [tensor for value in values for tensor in _integers(value)]
