@@ -50,10 +50,6 @@ class SameRows:
         self._device = device
         self._left = _CHECKED
 
-    def restart(self) -> None:
-        """Look again: another stage begins."""
-        self._left = _CHECKED
-
     def check(self, batch: Any) -> None:
         """Compare one batch as it came from the loader; collective over the tp and cp ranks.
 
