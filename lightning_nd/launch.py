@@ -220,7 +220,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         LocalLauncher._launches += 1
         # A child comes by the launches that its parent refused before there were children; it must refuse them too.
-        refused = LocalLauncher._launches < int(os.environ.get(_STARTED_AT, "0"))
+        refused = is_child() and LocalLauncher._launches < int(os.environ.get(_STARTED_AT, "0"))
         if self._preflight is not None and trainer is not None and (refused or not is_child()):
             data = next((a for a in (*args, *kwargs.values()) if isinstance(a, LightningDataModule)), None)
             # Where others start the processes, all of them come by here, and one a node is to read the data: in setup.

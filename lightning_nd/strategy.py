@@ -20,7 +20,7 @@ from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -186,6 +186,8 @@ class NDStrategy(ModelParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         devices = self.parallel_devices or []
+        if devices and devices[0].type == "cuda":  # under torchrun Lightning takes the number asked for on trust
+            devices = [device for device in devices if (device.index or 0) < torch.cuda.device_count()]
         if self.local_rank >= len(devices):
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise RuntimeError(
@@ -275,6 +277,8 @@ class NDStrategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             roots.check_optimizers(self.lightning_module, self.optimizers)
+            if words := roots.small_steps(self.optimizers):
+                rank_zero_warn(words)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -330,6 +334,10 @@ class NDStrategy(ModelParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._mark("validation", *args[:1])
         return super().validation_step(*args, **kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        self._mark("data")
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -83,6 +83,13 @@ def test_a_list_can_be_extended_or_replaced() -> None:
     assert (only[0] if isinstance(only, list) else only).class_path == more
 
 
+def test_options_win_over_files_wherever_they_stand() -> None:
+    Path("recipe.yaml").write_text(BASE + "trainer: {max_steps: 1}\n")
+    for option in (["--trainer.max_steps", "7"], ["--trainer.max_steps=7"]):
+        for file in (["--config", "recipe.yaml"], ["--config=recipe.yaml"], ["-c", "recipe.yaml"]):
+            assert Parsed("fit", [*option, *file]).config.trainer.max_steps == 7
+
+
 def test_print_save_load_print_is_a_fixed_point(capsys: pytest.CaptureFixture[str]) -> None:
     text = BASE + "nd: {tp: 2}\noptimizer: {init_args: {lr: 1e-5}}\ntrainer: {max_steps: 3}\n"
     Path("a.yaml").write_text(text)

@@ -19,7 +19,14 @@ from lightning_nd import NDStrategy
 
 def _notes(rank: int, world_size: int, module: Module, folder: str, **options: Any) -> str:
     trainer = tiny_trainer(
-        rank, world_size, NDStrategy(**options), max_epochs=1, use_distributed_sampler=False, default_root_dir=folder
+        rank,
+        world_size,
+        NDStrategy(**options),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        val_check_interval=1,
+        limit_val_batches=1,
     )
     try:
         trainer.fit(module)
@@ -30,6 +37,12 @@ def _notes(rank: int, world_size: int, module: Module, folder: str, **options: A
 
 def _one_rank_sleeps(rank: int, world_size: int, folder: str) -> str:
     class Sleepy(Module):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.model(**batch)
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if rank == 1 and batch_idx == 2:
                 time.sleep(9)

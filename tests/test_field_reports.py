@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_nd import NDStrategy
+from lightning_nd.parallelize import roots
 
 Batch = dict[str, Tensor]
 
@@ -146,14 +147,20 @@ def test_i01_steps_below_the_resolution_of_bf16_are_not_lost(pool: Pool, precisi
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "expected"), [(0, 2, 0), (1, 2, 1), (0, 1, 0)])
-def test_e09_local_ranks_index_the_visible_devices(local_rank: int, visible: int, expected: int) -> None:
+def test_e09_local_ranks_index_the_visible_devices(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, visible: int, expected: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert _strategy_on(local_rank, visible).root_device == torch.device("cuda", expected)
 
 
 def test_e09_a_rank_without_a_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    with pytest.raises(RuntimeError, match=r"local rank 1 has no device: 1 are visible.*CUDA_VISIBLE_DEVICES=5"):
-        _ = _strategy_on(1, 1).root_device
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    # As many as were asked for (Lightning under torchrun with one visible device), and as many as there are.
+    for listed in (2, 1):
+        with pytest.raises(RuntimeError, match=r"local rank 1 has no device: 1 are visible.*CUDA_VISIBLE_DEVICES=5"):
+            _ = _strategy_on(1, listed).root_device
 
 
 def _strategy_on(local_rank: int, visible: int) -> NDStrategy:
@@ -167,3 +174,12 @@ def _strategy_on(local_rank: int, visible: int) -> NDStrategy:
     strategy.parallel_devices = [torch.device("cuda", index) for index in range(visible)]
     strategy.cluster_environment = Fixed()
     return strategy
+
+
+def test_i01_a_rate_that_bf16_weights_round_away_is_named() -> None:
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    words = roots.small_steps([torch.optim.AdamW([weight], lr=1e-5)])
+    assert words is not None
+    assert "round steps below 2.0e-03 away, and the learning rate is 1.0e-05" in words
+    assert roots.small_steps([torch.optim.AdamW([weight], lr=1e-2)]) is None
+    assert roots.small_steps([torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))], lr=1e-5)]) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from argparse import ArgumentError
 from pathlib import Path
@@ -102,7 +103,7 @@ class NDCLI(LightningCLI):
 
     def __init__(self, command: str, args: list[str]) -> None:
         self.command = command
-        self.arguments = args
+        self.arguments = args = _files_first(args)
         super().__init__(
             model_class=LightningModule,
             datamodule_class=LightningDataModule,
@@ -209,9 +210,10 @@ class NDCLI(LightningCLI):
     def _check_run_dir(self) -> None:
         saved = self.run_dir / "config.yaml"
         if self.command == "fit" and saved.exists() and not self.config.overwrite and not self.config.ckpt_path:
+            another = shlex.quote(f"{self.run_dir}-2")
             raise ConfigError(
                 f"{saved.absolute()} exists: this folder holds an earlier run. Give a new folder with"
-                f" --trainer.default_root_dir {self.run_dir}-2, or replace the run with --overwrite true."
+                f" --trainer.default_root_dir {another}, or replace the run with --overwrite true."
             )
 
     # ---- building
@@ -269,6 +271,19 @@ class NDCLI(LightningCLI):
 def _kind(default: Callback) -> type[Callback]:
     """What counts as the user's own choice in place of a default callback."""
     return LightningProgressBar if isinstance(default, ProgressBar) else type(default)
+
+
+def _files_first(args: list[str]) -> list[str]:
+    """The arguments with the configuration files before the options, which win over files wherever they stand."""
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(args)
+    for argument in rest:
+        if argument in ("--config", "-c"):
+            files += [argument, *([value] if (value := next(rest, None)) is not None else [])]
+        else:
+            (files if argument.startswith("--config=") else others).append(argument)
+    return files + others
 
 
 def _as_dict(value: Any) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -32,15 +33,16 @@ def closing_words(cli: NDCLI) -> str:
 
 def _suggestions(cli: NDCLI) -> list[str]:
     exported = getattr(cli.model, "exported_to", None)
-    config = _relative(cli.run_dir / "config.yaml")
+    config = shlex.quote(_relative(cli.run_dir / "config.yaml"))
     command, python = _commands()
     lines = []
     if exported is not None:
         folder = _relative(exported)
-        lines.append(f"{command} validate --config {config} --model.model {folder}")
+        lines.append(f"{command} validate --config {config} --model.model {shlex.quote(folder)}")
         answer = f"pipeline('text-generation', '{folder}')('Hello', max_new_tokens=20)[0]['generated_text']"
         lines.append(f'{python} -c "from transformers import pipeline; print({answer})"')
-    lines.append(f"{command} fit --config {config} --trainer.default_root_dir {cli.run_dir}-2 --optimizer.lr 3e-5")
+    again = shlex.quote(f"{cli.run_dir}-2")
+    lines.append(f"{command} fit --config {config} --trainer.default_root_dir {again} --optimizer.lr 3e-5")
     lines.append(f"{command} verify --config {config}   # this layout against one process")
     return lines
 

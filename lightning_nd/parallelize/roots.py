@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -132,6 +133,32 @@ def check_optimizers(module: nn.Module, optimizers: Iterable[Optimizer]) -> None
                 " more: the optimizer was made before the model was parallelised. Make it in configure_optimizers,"
                 " from self.parameters()."
             )
+
+
+def small_steps(optimizers: Iterable[Optimizer]) -> str | None:
+    """Words for a learning rate at which bf16 weights would not move, if an optimizer has one.
+
+    A bf16 number has 8 bits of mantissa: what changes a weight w by less than |w| · 2⁻⁹ is rounded away. A step of
+    Adam is about the learning rate.
+    """
+    for optimizer in optimizers:
+        if "adam" not in type(optimizer).__name__.lower():
+            continue
+        for group in optimizer.param_groups:
+            rate = float(group.get("initial_lr", group["lr"]))
+            for parameter in group["params"]:
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                if parameter.dtype != torch.bfloat16 or parameter.dim() < 2 or not local.numel():
+                    continue
+                size = float(local.detach().float().square().mean().sqrt())
+                if rate < size / 512:
+                    return (
+                        f"NDStrategy: bf16 weights of size {size:.1e} round steps below {size / 512:.1e} away, and the"
+                        f" learning rate is {rate:.1e}: most of them will not move. Use precision='bf16-mixed', which"
+                        " keeps fp32 weights, or a higher learning rate."
+                    )
+                break
+    return None
 
 
 def describe(module: nn.Module, dims: ParallelDims) -> str:
