@@ -13,7 +13,7 @@ from families import make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import Pool, tiny_trainer
-from tiny import tiny_model, tiny_tokenizer
+from tiny import Recorder, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_nd.data import ChatDataModule, DataError, GlobalOrderSampler, Group, PackOrder
@@ -171,19 +171,6 @@ def test_prediction_is_not_packed(folder):
     data.sources["predict"] = data.sources["train"]
     data.setup("predict")
     assert [len(batch["input_ids"]) for batch in data.predict_dataloader()] == [1] * 15
-
-
-class Recorder(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model, self.seen = tiny_model(), []
-
-    def training_step(self, batch, index):
-        self.seen.append((self.current_epoch, batch["input_ids"].tolist()))
-        return self.model(**batch, use_cache=False).loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -7,11 +7,10 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import Pool, tiny_trainer
-from tiny import tiny_model, tiny_tokenizer
+from tiny import Recorder, tiny_tokenizer
 
 from lightning_nd.data import ChatDataModule, DataError
 from lightning_nd.data.stream import StreamLoader
@@ -127,19 +126,6 @@ def test_a_place_in_another_stream_is_refused(files):
     next(batches), next(batches)
     with pytest.raises(ValueError, match="the checkpoint stands at row 1 of"):
         loader(module(files[:1])).load_state_dict(one.state_dict())
-
-
-class Recorder(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model, self.seen = tiny_model(), []
-
-    def training_step(self, batch, index):
-        self.seen.append((self.current_epoch, batch["input_ids"].tolist()))
-        return self.model(**batch).loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import platform
 import threading
 import time
 from pathlib import Path
@@ -211,7 +212,10 @@ def peak_on_ranks(rank: int, world_size: int, folder: str) -> dict[str, float]:
     return peaks
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup and glibc")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists() or platform.libc_ver()[0] != "glibc",
+    reason="needs Linux's smaps_rollup, and glibc's malloc_trim",
+)
 def test_a_rank_needs_its_share_and_one_tensor(pool: Pool, tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=4096,

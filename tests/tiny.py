@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -62,3 +63,20 @@ def tiny_model(seed: int = 1, **overrides: Any) -> PreTrainedModel:
     }
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type", "llama"), **settings))
+
+
+class Recorder(LightningModule):
+    """Trains a tiny model and keeps which rows it saw in which epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_model()
+        self.seen: list[tuple[int, list[list[int]]]] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, batch["input_ids"].tolist()))
+        loss: torch.Tensor = self.model(**batch, use_cache=False).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-2)
