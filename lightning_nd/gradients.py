@@ -40,8 +40,7 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients as one process would have it; equal on every rank.
 
     Each rank sums the squares of its shards, divided by the number of ranks that hold the same shard; one all-reduce
-    over the world adds them. The squares of
-    the norms are added in float64.
+    over the world adds them. The squares of the norms are added in float64.
 
     Returns:
         A float32 scalar; 0 without gradients.
@@ -82,19 +81,30 @@ def scale(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         torch._foreach_mul_(gradients, factor.to(device))
 
 
-def first_nonfinite(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The name of the first parameter whose gradient is not finite on some rank; the same on every rank.
+def check_finite(named: Iterable[tuple[str, nn.Parameter]], step: int) -> None:
+    """Stop every rank if a gradient is not finite on some rank.
 
     Collective over the world; every rank passes the same parameters in the same order.
+
+    Raises:
+        RuntimeError: the same on every rank, with the step, the first such parameter and the lowest rank that holds
+            the element.
     """
     items = [(name, p.grad) for name, p in named if p.grad is not None]
     if not items:
-        return None
-    flags = torch.stack([(~torch.isfinite(_local(grad))).any() for _, grad in items]).int()
-    if dist.is_initialized() and dist.get_world_size() > 1:
+        return
+    distributed = dist.is_initialized() and dist.get_world_size() > 1
+    world, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
+    flags = torch.stack([(~torch.isfinite(_local(grad))).any() for _, grad in items]).int() * (world - rank)
+    if distributed:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
     bad = flags.nonzero()
-    return items[int(bad[0])][0] if len(bad) else None
+    if len(bad):
+        raise RuntimeError(
+            f"NDStrategy: the gradient of {items[int(bad[0])][0]} is not finite at step {step}, first on rank"
+            f" {world - int(flags[bad[0]])}; no weight has been changed. Look at the batch and the learning rate, or"
+            " set error_if_nonfinite=False."
+        )
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def resolve_devices(
         accelerator_devices: visible GPUs, or None on CPU.
 
     Raises:
-        ValueError: if the product of the degrees cannot be spread over ``num_nodes``.
+        ValueError: if a degree is not positive, or their product cannot be spread over ``num_nodes``.
     """
     if devices not in ("auto", -1, "-1"):
         return devices
@@ -78,13 +78,9 @@ def resolve_devices(
         per_node = environ.get("SLURM_NTASKS_PER_NODE")
         return int(per_node) if per_node else max(1, int(environ["SLURM_NTASKS"]) // num_nodes)
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-    product = 1
-    for degree in given.values():
-        product *= degree if isinstance(degree, int) else 1
-    if "auto" in given.values() and (accelerator_devices is not None or product < 1):
+    product = ParallelDims(**{axis: 1 if degree == "auto" else degree for axis, degree in given.items()}).world_size
+    if "auto" in given.values() and accelerator_devices is not None:
         return devices
-    if product < 1:
-        return 1  # ParallelDims refuses the degree with the full message
     if product % num_nodes and "auto" not in given.values():
         picture = " × ".join(f"{axis}={degree}" for axis, degree in given.items())
         raise ValueError(
@@ -264,7 +260,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
         path = _own_report()
         if path is None or path.exists():
             return
-        phase = getattr(getattr(getattr(trainer, "state", None), "stage", None), "value", None) or "setup"
+        progress = getattr(getattr(trainer, "strategy", None), "_progress", None)
+        phase = progress.phase if progress is not None else "setup"
         step = getattr(trainer, "global_step", 0) if trainer is not None else 0
         text = "".join(traceback.format_exception(error))
         rank = os.environ.get("LOCAL_RANK", "0")

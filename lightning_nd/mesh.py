@@ -6,6 +6,8 @@ Axes from the outermost to the innermost: ``dp_replicate``, ``dp_shard``, ``cp``
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -39,8 +41,7 @@ class ParallelDims:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for axis, degree in self.as_dict().items():
-            _check_degree(axis, degree)
+        _check_degrees(self.as_dict())
 
     @classmethod
     def resolve(
@@ -53,23 +54,20 @@ class ParallelDims:
                 is not ``world_size``. The message holds every number.
         """
         given: dict[str, Degree] = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-        picture = " × ".join(f"{axis}={degree}" for axis, degree in given.items())
+        _check_degrees(given, world_size)
+        picture = _picture(given)
         autos = [axis for axis, degree in given.items() if degree == "auto"]
         if len(autos) > 1:
             raise ValueError(
                 f"ParallelDims: only one degree can be 'auto', got {' and '.join(autos)} ({picture})."
                 " Give a number to all but one of them."
             )
-        fixed = 1
-        for axis, degree in given.items():
-            if degree != "auto":
-                fixed *= _check_degree(axis, degree)
+        fixed = math.prod(degree for degree in given.values() if degree != "auto")
         if world_size % fixed or (not autos and fixed != world_size):
-            smaller = [d for d in range(1, world_size + 1) if world_size % d == 0]
             raise ValueError(
                 f"ParallelDims: {picture} does not fit {world_size} rank{'s' if world_size > 1 else ''}:"
                 f" the given degrees multiply to {fixed}, and the product of all degrees must be the number of ranks."
-                f" Allowed degrees are divisors of {world_size} ({', '.join(map(str, smaller))}); change one, leave"
+                f" Allowed degrees are {_divisors(world_size)}; change one, leave"
                 f" dp_shard at 'auto', or start {fixed}{' or a multiple of it' if autos else ''} processes (devices ×"
                 " num_nodes)."
             )
@@ -127,7 +125,7 @@ class ParallelDims:
         return meshes
 
     def __str__(self) -> str:
-        return " × ".join(f"{axis}={degree}" for axis, degree in self.as_dict().items())
+        return _picture(self.as_dict())
 
 
 @dataclass(frozen=True)
@@ -166,8 +164,22 @@ class Meshes:
             _set_pg_timeout(timeout, group)
 
 
-def _check_degree(axis: str, degree: object) -> int:
-    if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
-        hint = " ('auto' takes the remaining ranks)" if axis in ("dp_shard", "dp_replicate") else ""
-        raise ValueError(f"ParallelDims: {axis} must be a positive integer{hint}, got {degree!r}.")
-    return degree
+def _check_degrees(given: Mapping[str, object], world_size: int | None = None) -> None:
+    for axis, degree in given.items():
+        can_be_auto = world_size is not None and degree == "auto"
+        if not can_be_auto and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
+            hint = ", or 'auto', which takes the ranks that the others leave" if axis.startswith("dp") else ""
+            ranks = f" for {world_size} rank{'s' if world_size > 1 else ''}" if world_size else ""
+            allowed = f" Allowed: {_divisors(world_size)}{hint}." if world_size else f" Allowed: 1, 2, 3, …{hint}."
+            raise ValueError(
+                f"ParallelDims: {axis} must be a positive integer, got {degree!r} ({_picture(given)}{ranks}).{allowed}"
+            )
+
+
+def _picture(degrees: Mapping[str, object]) -> str:
+    return " × ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+
+
+def _divisors(world_size: int) -> str:
+    found = [str(d) for d in range(1, world_size + 1) if world_size % d == 0]
+    return f"the divisors of {world_size} ({', '.join(found)})"

@@ -123,7 +123,7 @@ class NDMixedPrecision(_MeshAware, MixedPrecision):
 
 def check_precision(precision: str) -> None:
     """Raise ValueError for a precision that cannot give one process's numbers here."""
-    if str(precision) not in (*SUPPORTED, "32", "bf16", "64", "None"):
+    if str(precision) not in (*SUPPORTED, "32", "bf16", "None"):
         raise ValueError(
             f"NDStrategy: precision={precision!r} is not supported; allowed: {', '.join(SUPPORTED)}. fp16 needs a loss"
             " scaler that agrees over all meshes, and gains nothing over bf16 where there is bf16: use 'bf16-mixed'."

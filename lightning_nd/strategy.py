@@ -119,7 +119,6 @@ class NDStrategy(ModelParallelStrategy):
             timeout=timeout,
         )
         self._degrees: dict[str, Any] = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-        ParallelDims(**{axis: 1 if degree == "auto" else degree for axis, degree in self._degrees.items()})
         check_activation_checkpointing(activation_checkpointing)
         check_options(cp_method, cp_layout)
         self._cp_method, self._cp_layout, self._cp_sdpa = cp_method, cp_layout, cp_sdpa
@@ -405,12 +404,7 @@ class NDStrategy(ModelParallelStrategy):
         if not self._error_if_nonfinite:
             return
         assert self.lightning_module is not None
-        name = gradients.first_nonfinite(self.lightning_module.named_parameters())
-        if name is not None:
-            raise RuntimeError(
-                f"NDStrategy: the gradient of {name} is not finite at step {self.lightning_module.trainer.global_step};"
-                " no weight has been changed. Look at the batch and the learning rate, or set error_if_nonfinite=False."
-            )
+        gradients.check_finite(self.lightning_module.named_parameters(), self.lightning_module.trainer.global_step)
 
     def grad_norm(self, parameters: Sequence[nn.Parameter] | None = None) -> Tensor:
         """The global 2-norm of the gradients, as one process would have it; collective.
@@ -454,8 +448,12 @@ class NDStrategy(ModelParallelStrategy):
                 self._progress.see(seen)
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._mark("saving")  # the first thing that Lightning asks for; hooks of the model and callbacks come next
+        return super().lightning_module_state_dict()
+
+    @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._mark("saving")
         super().save_checkpoint(*args, **kwargs)
         self._mark("data")
 

@@ -105,6 +105,8 @@ def test_print_save_load_print_is_a_fixed_point(capsys: pytest.CaptureFixture[st
         ("trianer: {max_steps: 1}", 3, "'trianer'", "'trainer'"),
         ("trainer:\n  max_epochs: 1\n  max_step: 1", 5, "'trainer.max_step'", "'max_steps'"),
         ("nd: {qwxz: 3}", 3, "'nd.qwxz'", "allowed here"),
+        ("nd: {tensor_parallel: 3}", 3, "'nd.tensor_parallel'", "mean 'tp'?"),
+        ("trainer: {gradient_accumulation_steps: 3}", 3, "gradient_accumulation_steps'", "'accumulate_grad_batches'?"),
         ("nd: {dp_shards: 3}", 3, "'nd.dp_shards'", "'dp_shard'"),
         ("optimizer: {class_path: AdamW, init_args: {lrr: 3}}", 3, "'optimizer.init_args.lrr' of AdamW", "'lr'"),
         ("optimizer: {lr: 3}", 3, "'optimizer.lr'", "'optimizer.init_args.lr'"),

@@ -166,21 +166,26 @@ def test_torchrun_and_slurm_give_the_numbers_of_one_process(folder: Path) -> Non
         (
             "training_step",
             'raise ValueError("row 17 is odd")',
-            ["rank 1 on ", "failed first, at step 1 (train): ValueError: row 17 is odd"],
+            ["rank 1 on ", "failed first, at step 1 (forward): ValueError: row 17 is odd"],
+        ),
+        (
+            "on_before_batch_transfer",
+            'raise ValueError("row 17 is odd")',
+            ["rank 1 on ", "failed first, at step 1 (data): ValueError: row 17 is odd"],
         ),
         ("training_step", "os._exit(9)", ["rank 1 on ", "ended with exit code 9"]),
         (
             "validation_step",
             'raise ValueError("row 17 is odd")',
-            ["rank 1 on ", "failed first, at step 1 (validate): ValueError: row 17 is odd"],
+            ["rank 1 on ", "failed first, at step 1 (validation): ValueError: row 17 is odd"],
         ),
         (
             "on_save_checkpoint",
             'raise OSError("no space left")',
-            ["rank 1 on ", "failed first, at step 1 (train): OSError: no space left"],
+            ["rank 1 on ", "failed first, at step 1 (saving): OSError: no space left"],
         ),
     ],
-    ids=["raises", "exits", "validation", "saving"],
+    ids=["raises", "data", "exits", "validation", "saving"],
 )
 def test_one_failing_rank_ends_the_job_and_its_error_is_what_is_shown(
     folder: Path, tmp_path: Path, hook: str, action: str, words: list[str]

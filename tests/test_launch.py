@@ -109,12 +109,10 @@ def test_a_failing_rank_leaves_a_report_with_step_and_phase(tmp_path: Path, monk
     monkeypatch.setenv("LIGHTNING_ND_REPORTS", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "3")
 
-    class State:
-        stage = type("Stage", (), {"value": "validate"})
-
     told: list[BaseException] = []
-    strategy = type("S", (), {"on_exception": staticmethod(told.append)})
-    trainer = type("T", (), {"state": State, "global_step": 7, "strategy": strategy})
+    progress = type("P", (), {"phase": "validation"})
+    strategy = type("S", (), {"on_exception": staticmethod(told.append), "_progress": progress})
+    trainer = type("T", (), {"global_step": 7, "strategy": strategy})
 
     def fail() -> None:
         raise KeyError("lost row")
@@ -125,7 +123,7 @@ def test_a_failing_rank_leaves_a_report_with_step_and_phase(tmp_path: Path, monk
     assert text.startswith("Traceback")
     last = text.splitlines()[-1]
     assert last.startswith("rank 3 on ")
-    assert last.endswith("failed first, at step 7 (validate): KeyError: 'lost row'")
+    assert last.endswith("failed first, at step 7 (validation): KeyError: 'lost row'")
 
 
 def test_the_trainer_refuses_what_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:

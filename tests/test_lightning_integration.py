@@ -447,7 +447,7 @@ def _infinite_gradient(rank: int, world_size: int, layout: Layout) -> None:
 
 @layouts
 def test_nonfinite_gradient_on_one_rank_stops_all(pool: Pool, layout: Layout) -> None:
-    with pytest.raises(WorkerError, match=r"layers\.1\.mlp\.up_proj\.weight.*step") as caught:
+    with pytest.raises(WorkerError, match=r"layers\.1\.mlp\.up_proj\.weight.*step 1, first on rank 1") as caught:
         run(pool, _infinite_gradient, layout)
     assert sorted(caught.value.failures) == list(range(layout[0] * layout[1] * layout[2]))
     assert all("is not finite" in trace for trace in caught.value.failures.values())

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning import Trainer
 from pool import Pool
 
 from lightning_nd import NDStrategy, ParallelDims
@@ -37,8 +38,9 @@ def test_auto_takes_what_the_others_leave(replicate: int, shard: int, cp: int, t
         (3, {"tp": 2}, ["3 ranks", "tp=2", "dp_shard=auto", "1, 3"]),
         (2, {"dp_shard": 1, "tp": 2, "cp": 2}, ["2 ranks", "tp=2", "cp=2", "multiply to 4"]),
         (4, {"dp_shard": 2}, ["4 ranks", "dp_shard=2", "multiply to 2"]),
-        (2, {"dp_shard": 0}, ["dp_shard", "positive integer", "got 0", "'auto'"]),
-        (2, {"dp_shard": -2}, ["dp_shard", "positive integer", "got -2"]),
+        (2, {"dp_shard": 0}, ["dp_shard", "positive integer", "got 0", "'auto'", "2 ranks", "tp=1", "(1, 2)"]),
+        (6, {"dp_shard": -2, "tp": 3}, ["dp_shard", "got -2", "6 ranks", "dp_replicate=1", "tp=3", "(1, 2, 3, 6)"]),
+        (2, {"tp": "auto2"}, ["tp", "positive integer", "got 'auto2'"]),
         (2, {"tp": True}, ["tp", "positive integer", "got True"]),
         (2, {"tp": 1.0}, ["tp", "positive integer", "got 1.0"]),
         (
@@ -56,9 +58,15 @@ def test_what_does_not_fit_is_said_with_every_number(world: int, degrees: dict[s
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 0}, {"dp_shard": -1}, {"dp_replicate": 0}])
-def test_strategy_refuses_degrees_when_it_is_made(degrees: dict[str, int]) -> None:
+def test_the_trainer_refuses_degrees_with_every_number_when_it_is_made(degrees: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"positive integer.*cp=1.*for 2 ranks.*\(1, 2\)"):
+        Trainer(strategy=NDStrategy(**degrees), accelerator="cpu", devices=2, logger=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 0}, {"dp_shard": -1}])
+def test_dims_refuse_degrees_when_they_are_made(degrees: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="positive integer"):
-        NDStrategy(**degrees)  # type: ignore[arg-type]
+        ParallelDims(**degrees)
 
 
 def _groups(rank: int, world_size: int) -> dict[str, list[int]]:
