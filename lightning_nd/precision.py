@@ -18,6 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_nd.parallelize.adapters import is_adapter
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -100,6 +102,17 @@ class NDMixedPrecision(_MeshAware, MixedPrecision):
 
     parameter_dtype = torch.float32
     sharding = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        # Beside low-rank pairs weights are frozen: no step is lost in bf16, and a float32 copy would only cost memory.
+        frozen = [p for p in module.parameters() if not p.requires_grad and p.dtype == torch.bfloat16]
+        if any(map(is_adapter, module.modules())) and frozen:
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.is_floating_point():
+                    parameter.data = parameter.data.float()
+            return module
+        return super().convert_module(module)
 
     @override
     @contextmanager

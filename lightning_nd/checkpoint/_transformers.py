@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_layer.")
 
 
 def _private(fn: Callable[P, T]) -> Callable[P, T]:
@@ -38,7 +38,7 @@ def _private(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def clean_name(name: str) -> str:
-    """A module or parameter name without what activation checkpointing, compile or FSDP1 wrappers add."""
+    """A module or parameter name without what activation checkpointing, compile, FSDP1 or peft wrappers add."""
     for wrapper in _WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_nd.checkpoint import _transformers as hf
+from lightning_nd.checkpoint.adapters import pairs_by_weight
 from lightning_nd.checkpoint.shards import gather_full
 from lightning_nd.checkpoint.source import DTYPES, WeightSource
 
@@ -40,7 +41,7 @@ def save_pretrained(
     tokenizer: PreTrainedTokenizerBase | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a model, sharded or not, as the folder that plain transformers would write.
+    """Write a model, sharded or not, as the folder that plain transformers would write; low-rank pairs are merged.
 
     Collective: every rank calls it, and every rank raises if rank 0 cannot write. Parameters are gathered one at a
     time and streamed to disk by rank 0, which never holds more than one (a group of experts counts as one). The
@@ -61,14 +62,22 @@ def save_pretrained(
     """
     target = Path(directory).expanduser().absolute()
     _check_exportable(model)
-    _on_rank_zero(lambda: _check_target(target, overwrite))
+    on_rank_zero(lambda: check_target(target, overwrite))
     # state_dict() also makes FSDP2 put parameters that it still holds gathered back into shards.
-    state = {hf.clean_name(name): tensor for name, tensor in model.state_dict().items()}
+    whole_state = {hf.clean_name(name): tensor for name, tensor in model.state_dict().items()}
+    pairs = pairs_by_weight(model)
+    beside = {name for pair in pairs.values() for name in (pair.first, pair.second)}
+    state = {name: tensor for name, tensor in whole_state.items() if name not in beside}
     plan = _Plan(model, state, dtype, max_shard_size)
-    folder = _on_rank_zero(lambda: _staging(target))
+
+    def whole(name: str) -> Tensor:
+        full = gather_full(state[name])
+        return pairs[name].merge(full, whole_state) if name in pairs else full
+
+    folder = on_rank_zero(lambda: staging(target))
     try:
-        _stream(plan, state, folder)
-        _on_rank_zero(lambda: _finish(plan, model, folder, target, tokenizer))
+        _stream(plan, whole, folder)
+        on_rank_zero(lambda: _finish(plan, model, folder, target, tokenizer))
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +87,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _on_rank_zero(action: Callable[[], T]) -> T | None:
+def on_rank_zero(action: Callable[[], T]) -> T | None:
     """Run `action` on rank 0 only; what it raises is raised on every rank."""
     result, failure = None, None
     if _rank() == 0:
@@ -122,7 +131,12 @@ def _check_exportable(model: PreTrainedModel) -> None:
             )
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def check_target(target: Path, overwrite: bool, marker: str = "config.json") -> None:
+    """Refuse to replace what is not a folder of ours, which is known by a file named `marker`.
+
+    Raises:
+        FileExistsError: with what is there.
+    """
     if target.is_file():
         raise FileExistsError(f"{target} is a file; give a folder.")
     if not target.is_dir() or not (present := sorted(target.iterdir())):
@@ -130,14 +144,15 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not overwrite:
         raise FileExistsError(f"{target} is not empty. Give another folder, or overwrite=True to replace it.")
     foreign = [p.name for p in present if p.is_dir() or p.suffix not in _OURS]
-    if foreign or not (target / "config.json").is_file():
+    if foreign or not (target / marker).is_file():
         raise FileExistsError(
             f"{target} is not replaced, because it is not a model folder only: it holds "
             f"{', '.join(foreign[:5] or [p.name for p in present[:5]])}. Give another folder."
         )
 
 
-def _staging(target: Path) -> Path:
+def staging(target: Path) -> Path:
+    """An empty folder beside `target`, to be filled and then published."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
 
@@ -225,15 +240,15 @@ def _dtypes(
     }
 
 
-def _stream(plan: _Plan, state: dict[str, Tensor], folder: Path | None) -> None:
+def _stream(plan: _Plan, whole_of: Callable[[str], Tensor], folder: Path | None) -> None:
     """Gather group after group; rank 0 writes each to its places in the files."""
     failure: Exception | None = None
     with ExitStack() as stack:
-        files = _on_rank_zero(lambda: _open(plan, folder, stack))
+        files = on_rank_zero(lambda: _open(plan, folder, stack))
         for number, group in enumerate(plan.groups):
             whole = {}
             for name in group:
-                full = gather_full(state[name])
+                full = whole_of(name)
                 if files is not None and failure is None:
                     whole[name] = full.to(device="cpu", dtype=plan.dtypes[name])
                 del full
@@ -246,7 +261,7 @@ def _stream(plan: _Plan, state: dict[str, Tensor], folder: Path | None) -> None:
             if number % 64 == 63:
                 _agree(failure)
         _agree(failure)
-        _on_rank_zero(stack.close)
+        on_rank_zero(stack.close)
 
 
 def _open(plan: _Plan, folder: Path | None, stack: ExitStack) -> dict[str, BinaryIO]:
@@ -287,6 +302,11 @@ def _finish(
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     _verify(plan, folder)
+    publish(folder, target)
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Give a finished folder its name, in the place of what had it."""
     umask = os.umask(0)
     os.umask(umask)
     folder.chmod(0o777 & ~umask)  # mkdtemp makes it private

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from lightning_nd.checkpoint import _transformers as hf
+from lightning_nd.checkpoint.adapters import whole_pairs
 from lightning_nd.checkpoint.init import Initializer, RandomSource, build_on_meta, recompute_buffers
 from lightning_nd.checkpoint.shards import Box, from_local_like, local_box
 from lightning_nd.checkpoint.source import OpenSource, Piece, WeightSource, read_source, weight_files
@@ -142,6 +143,11 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     model = cast(PreTrainedModel, model)  # only such models have a source
     reference = hf.meta_copy(model, dtype=torch.float32)
     targets = _Targets(model, hf.tied_names(reference), torch.device(device))
+    if (adapters := getattr(model, "_nd_adapters", None)) is not None:
+        for name, value in whole_pairs(model, adapters):
+            local, box = targets.allocate(name)
+            _copy(local, box, value, (0,) * len(box))
+            targets.fill(name, local)
     if isinstance(source, RandomSource):
         _draw(targets, reference, source.seed)
     else:

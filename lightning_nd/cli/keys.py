@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from typing import get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -32,6 +34,17 @@ def class_arguments(cls: type) -> tuple[str, ...] | None:
     except (ValueError, TypeError):
         return None
     return tuple(name.split(".")[-1] for name in names)
+
+
+@lru_cache(maxsize=256)
+def dataclass_fields(cls: type, argument: str) -> tuple[str, ...] | None:
+    """The fields of the dataclass that an init argument of a class takes; None when it takes none."""
+    try:
+        hint = get_type_hints(vars(cls).get("__init__")).get(argument)
+    except (NameError, TypeError):
+        return None
+    found = next((kind for kind in (hint, *get_args(hint)) if dataclasses.is_dataclass(kind)), None)
+    return None if found is None else tuple(field.name for field in dataclasses.fields(found))
 
 
 class KeyChecker:
@@ -140,8 +153,14 @@ class KeyChecker:
             yield from _repeated(mapping, key, node, f"{where}.")
             if valid is not None and key.rstrip("+") not in valid:
                 yield _line(node), f"unknown key '{where}.{key}' of {cls.__name__}: {nearest(key, valid)}"  # type: ignore[union-attr]
-            else:
-                yield from self._check_value(value, f"{where}.{key}", None)
+                continue
+            fields = dataclass_fields(cls, key) if cls is not None else None
+            if fields is not None and isinstance(value, yaml.MappingNode):
+                for name, node, _ in _items(value):
+                    if name is not None and name not in fields and name not in _CLASS_KEYS:
+                        yield _line(node), f"unknown key '{where}.{key}.{name}': {nearest(name, fields)}"
+                continue
+            yield from self._check_value(value, f"{where}.{key}", None)
 
     def _hint_in_class(self, key: str, path: str | None, where: str) -> str:
         cls = self.resolve(path)
@@ -229,6 +248,10 @@ class KeyChecker:
             valid = class_arguments(cls) if cls is not None else None
             if valid is not None and name not in valid and name != "init_args":
                 return f"unknown option --{option} of {cls.__name__}: {nearest(name, valid)}"  # type: ignore[union-attr]
+            inside = rest[2:] if rest[0] == "init_args" else rest[1:]
+            fields = dataclass_fields(cls, name) if cls is not None and inside else None
+            if fields is not None and inside[0] not in fields:
+                return f"unknown option --{option}: {nearest(inside[0], fields)}"
         return None
 
 

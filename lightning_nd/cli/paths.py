@@ -19,7 +19,7 @@ from lightning_nd.cli.keys import ConfigError
 
 # arguments that name something to read, by the section they stand in
 INPUTS = {
-    "model": {"model", "tokenizer"},
+    "model": {"model", "tokenizer", "adapter"},
     "data": {"train", "val", "test", "predict", "tokenizer", "chat_template"},
     "trainer": {"prompts"},
 }
@@ -73,7 +73,7 @@ class PathResolver:
         for section, names in INPUTS.items():
             for holder, key in _find(config.get(section), names | OUTPUTS):
                 holder[key] = _expand(holder[key])
-                if key in _FILES or key == "model" or key == "tokenizer":
+                if key in _FILES or key in INPUTS["model"]:
                     problems += self._missing(holder[key], f"{section}.{key}", only_paths=key not in _FILES)
         if problems:
             raise ConfigError("\n".join(problems))

@@ -38,7 +38,8 @@ def _suggestions(cli: NDCLI) -> list[str]:
     lines = []
     if exported is not None:
         folder = _relative(exported)
-        lines.append(f"{command} validate --config {config} --model.model {shlex.quote(folder)}")
+        option = "--model.lora.adapter" if (exported / "adapter_config.json").is_file() else "--model.model"
+        lines.append(f"{command} validate --config {config} {option} {shlex.quote(folder)}")
         answer = f"pipeline('text-generation', '{folder}')('Hello', max_new_tokens=20)[0]['generated_text']"
         lines.append(f'{python} -c "from transformers import pipeline; print({answer})"')
     again = shlex.quote(f"{cli.run_dir}-2")

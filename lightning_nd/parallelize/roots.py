@@ -166,7 +166,10 @@ def describe(module: nn.Module, dims: ParallelDims) -> str:
     parameters = list(module.parameters())
     total = sum(p.numel() for p in parameters)
     local = sum(_local_numel(p) for p in parameters)
-    return f"NDStrategy: {dims}; {total:,} parameters, {local:,} on rank 0 ({100 * local / max(total, 1):.1f}%)"
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    part = "" if trained == total else f", {trained:,} of them trained ({100 * trained / max(total, 1):.2f}%)"
+    shard = f"{local:,} on rank 0 ({100 * local / max(total, 1):.1f}%)"
+    return f"NDStrategy: {dims}; {total:,} parameters{part}, {shard}"
 
 
 def _local_numel(parameter: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ from lightning_nd.data.isolation import check_isolation
 from lightning_nd.loss import shift_labels
 from lightning_nd.names import nearest
 from lightning_nd.parallelize.context import gather_sequence
+from lightning_nd.recipes.lora import LoRA
 from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, configure_optimizers
 
 if TYPE_CHECKING:
@@ -28,7 +30,9 @@ Batch = dict[str, Tensor]
 
 
 class CausalLM(LightningModule):
-    """Trains all weights of a causal LM on the supervised tokens of its batches, and exports a Hugging Face folder.
+    """Trains a causal LM on the supervised tokens of its batches, and exports a Hugging Face folder.
+
+    All weights are trained, or with ``lora`` low-rank pairs beside frozen ones.
 
     The logged numbers are global and token-weighted, the same for every layout: ``train/loss``, ``train/grad_norm``
     (before clipping), ``train/supervised_tokens`` and ``lr`` for each optimizer step; ``val/loss`` and
@@ -41,8 +45,10 @@ class CausalLM(LightningModule):
         attn_implementation: ``"sdpa"``, ``"eager"`` or another name that transformers knows; its choice when None.
         config_overrides: values that replace those of the model's configuration, e.g. ``{"rope_theta": 500000.0}``.
         from_scratch: random weights from ``seed_everything`` instead of the stored ones.
+        lora: train low-rank pairs beside frozen layers; a `LoRA`, or a mapping of its fields.
         trust_remote_code: run model code that comes with the weights.
-        export: write the model as a Hugging Face folder when the fit ends.
+        export: write the model as a Hugging Face folder when the fit ends. With ``lora`` that is a peft adapter, or
+            the whole model with the pairs added to its weights for ``"merged"``.
         export_dir: where; ``<default_root_dir>/export`` when None.
 
     Raises:
@@ -62,18 +68,29 @@ class CausalLM(LightningModule):
         attn_implementation: str | None = None,
         config_overrides: dict[str, Any] | None = None,
         from_scratch: bool = False,
+        lora: LoRA | None = None,
         trust_remote_code: bool = False,
-        export: bool = True,
+        export: bool | Literal["merged"] = True,
         export_dir: str | None = None,
     ) -> None:
         super().__init__()
+        self.lora = None if lora is None else LoRA.of(lora)
         self.save_hyperparameters(logger=False)
+        self.hparams["lora"] = self.lora.as_dict() if self.lora else None  # checkpoints hold plain values
+        if self.lora is not None and from_scratch:
+            raise ValueError("lora with from_scratch would train pairs beside random weights, which stay as they are.")
+        if self.lora is None and export == "merged":
+            raise ValueError("export='merged' is for lora; without it export=True writes the whole model.")
         self.source = resolve_source(model)
         self.model: PreTrainedModel | None = None
         self.config = read_config(self.source, trust_remote_code=trust_remote_code, **(config_overrides or {}))
         vocabulary = resolve(os.path.expanduser(tokenizer)) if tokenizer else self.source
         self.tokenizer = read_tokenizer(vocabulary, trust_remote_code=trust_remote_code)
         check_vocabulary(self.config, self.tokenizer, vocabulary)
+        if self.lora is not None:
+            self.strict_loading = (
+                False  # of the names that checkpoints leave out; load_state_dict is strict on the rest
+            )
         self.exported_to: Path | None = None
         self._window: tuple[Tensor, Tensor] | None = None
         self._step: dict[str, Any] = {}
@@ -96,7 +113,17 @@ class CausalLM(LightningModule):
         """The model without weights, for checks before any process is started."""
         from lightning_nd.checkpoint import from_config
 
-        return from_config(self.config)
+        model = from_config(self.config)
+        self._add_pairs(model)
+        return model
+
+    def _add_pairs(self, model: PreTrainedModel) -> None:
+        if self.lora is None:
+            return
+        from lightning_nd.checkpoint import add_adapters
+
+        start = None if self.lora.adapter is None else Path(self.lora.adapter).expanduser()
+        add_adapters(model, self.lora.config(), seed=int(os.environ.get("PL_GLOBAL_SEED", "0")), start=start)
 
     @override
     def configure_model(self) -> None:
@@ -119,6 +146,7 @@ class CausalLM(LightningModule):
                 trust_remote_code=self.hparams["trust_remote_code"],
                 **options,
             )
+        self._add_pairs(self.model)
         self.model.train()
         if not isinstance(self.trainer.strategy, NDStrategy):
             # NDStrategy fills the weights after it has sharded the empty model
@@ -128,11 +156,45 @@ class CausalLM(LightningModule):
         name = self.hparams["dtype"]
         if name == "auto":
             name = {"bf16-true": "bfloat16", "16-true": "float16"}.get(self.trainer.precision, "float32")
+            if self.lora is not None and self.trainer.precision == "bf16-mixed":
+                name = "bfloat16"  # weights that no step changes need no float32 copy
         return getattr(torch, name)
 
     @override
     def configure_optimizers(self) -> Any:
         return configure_optimizers(self, DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER)
+
+    # ---- checkpoints: with lora they hold what is trained; the rest comes from the model folder
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        if self.lora is not None:
+            trained = {n for n, p in self.named_parameters(remove_duplicate=False) if p.requires_grad}
+            state = {name: value for name, value in state.items() if name in trained}
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if self.lora is not None:
+            whole = {**super().state_dict(), **state_dict}
+            return super().load_state_dict(whole, strict=True, assign=assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = (checkpoint.get("hyper_parameters") or {}).get("lora")
+        ours = self.hparams["lora"]
+        names = ("r", "alpha", "target_modules", "rslora", "layers")
+        was, now = saved or {}, ours or {}
+        differ = [n for n in names if saved and ours and was[n] != now[n]]
+        if bool(saved) != bool(ours) or differ:
+            given = ", ".join(f"{n} was {was[n]} and is {now[n]}" for n in differ)
+            raise ValueError(
+                f"The checkpoint is of a run with{'' if saved else 'out'} lora"
+                + (f", where {given}" if differ else f", and this one has {'one' if ours else 'none'}")
+                + ". Use the same lora, or start a new run from its export."
+            )
 
     # ---- steps
 
@@ -251,14 +313,18 @@ class CausalLM(LightningModule):
     def on_fit_end(self) -> None:
         if not self.hparams["export"] or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        from lightning_nd.checkpoint import save_pretrained
+        from lightning_nd.checkpoint import save_adapter, save_pretrained
 
         assert self.model is not None
         given = self.hparams["export_dir"]
         folder = Path(given).expanduser() if given else Path(self.trainer.default_root_dir) / "export"
         # the data module's tokenizer carries the chat template that was trained with
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", self.tokenizer)
-        save_pretrained(self.model, folder, tokenizer=tokenizer, overwrite=True)
+        if self.lora is not None and self.hparams["export"] != "merged":
+            base = str(Path(self.source).absolute()) if Path(self.source).is_dir() else self.source
+            save_adapter(self.model, folder, base=base, tokenizer=tokenizer, overwrite=True)
+        else:
+            save_pretrained(self.model, folder, tokenizer=tokenizer, overwrite=True)
         self.exported_to = folder
         rank_zero_info(f"Exported the model to {folder.absolute()}")
 
