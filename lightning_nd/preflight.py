@@ -22,10 +22,10 @@ def preflight(
 ) -> None:
     """Refuse a Trainer, a model and data that cannot run on this layout.
 
-    Looks at the models that the LightningModule has made in ``__init__``, and at those that its method ``skeleton()``
-    returns (a meta model of what `configure_model` will load), if it has one. A data module with a method
-    ``preflight(stage)`` checks its sources. The same checks are made again by every rank; here they come seconds
-    earlier, and once.
+    A LightningModule with a method ``preflight(data)`` is asked first. Looks at the models that it has made in
+    ``__init__``, and at those that its method ``skeleton()`` returns (a meta model of what `configure_model` will
+    load), if it has one. A data module with a method ``preflight(stage)`` checks its sources. The same checks are made
+    again by every rank; here they come seconds earlier, and once.
 
     Raises:
         ValueError: naming what was given, what is allowed, and what to change.
@@ -34,6 +34,8 @@ def preflight(
     if accumulate < 1:
         raise ValueError(f"Trainer: accumulate_grad_batches is {accumulate}; it must be at least 1.")
     module: Any = trainer.strategy.lightning_module
+    if callable(check := getattr(module, "preflight", None)):
+        check(data)
     skeleton = getattr(module, "skeleton", None)
     models: list[nn.Module] = [skeleton()] if callable(skeleton) else roots.find_roots(module, dims.tp)
     for model in models:

@@ -28,7 +28,7 @@ from lightning_nd.cli.messages import explain, shorten
 from lightning_nd.cli.paths import PathResolver
 from lightning_nd.launch import check_world, is_interactive, resolve_devices
 from lightning_nd.precision import check_precision
-from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, configure_optimizers
+from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, check_schedule, configure_optimizers
 from lightning_nd.strategy import NDStrategy
 
 MODEL = "lightning_nd.recipes.CausalLM"
@@ -231,6 +231,9 @@ class NDCLI(LightningCLI):
                     " lr_scheduler in the configuration would be ignored. Remove them, or that method."
                 )
         elif optimizer is not None:
+            steps = self.config.trainer.max_steps
+            if self.command == "fit" and isinstance(steps, int) and steps > 0:
+                check_schedule(scheduler, steps)
 
             def configure(module: LightningModule) -> Any:
                 return configure_optimizers(module, optimizer, scheduler)

@@ -18,10 +18,11 @@ from typing_extensions import override
 from lightning_nd.assets import resolve
 from lightning_nd.data.isolation import check_isolation
 from lightning_nd.loss import shift_labels
-from lightning_nd.names import nearest
 from lightning_nd.parallelize.context import gather_sequence
 from lightning_nd.recipes.lora import LoRA
 from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, configure_optimizers
+from lightning_nd.recipes.overrides import apply_overrides, check_length
+from lightning_nd.recipes.rate import Scaling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -43,10 +44,14 @@ class CausalLM(LightningModule):
         tokenizer: folder or hub id of its tokenizer; the model's own when None.
         dtype: of the weights; ``"auto"`` is float32, or the format of ``Trainer(precision="bf16-true"/"16-true")``.
         attn_implementation: ``"sdpa"``, ``"eager"`` or another name that transformers knows; its choice when None.
-        config_overrides: values that replace those of the model's configuration, e.g. ``{"rope_theta": 500000.0}``.
+        config_overrides: values that replace those of the model's configuration, e.g. ``{"rope_parameters":
+            {"rope_type": "yarn", "factor": 4.0}}``; see `apply_overrides`.
         from_scratch: random weights from ``seed_everything`` instead of the stored ones.
         lora: train low-rank pairs beside frozen layers; a `LoRA`, or a mapping of its fields.
         trust_remote_code: run model code that comes with the weights.
+        lr_scaling: ``"linear"`` or ``"sqrt"``: the optimizer's rate is for ``reference_batch``, and follows the rows of
+            an optimizer step (micro-batch × accumulation × data ranks; packs, where rows are packed).
+        reference_batch: rows per optimizer step for which the rate was found.
         export: write the model as a Hugging Face folder when the fit ends. With ``lora`` that is a peft adapter, or
             the whole model with the pairs added to its weights for ``"merged"``.
         export_dir: where; ``<default_root_dir>/export`` when None.
@@ -69,6 +74,8 @@ class CausalLM(LightningModule):
         config_overrides: dict[str, Any] | None = None,
         from_scratch: bool = False,
         lora: LoRA | None = None,
+        lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+        reference_batch: int | None = None,
         trust_remote_code: bool = False,
         export: bool | Literal["merged"] = True,
         export_dir: str | None = None,
@@ -83,7 +90,9 @@ class CausalLM(LightningModule):
             raise ValueError("export='merged' is for lora; without it export=True writes the whole model.")
         self.source = resolve_source(model)
         self.model: PreTrainedModel | None = None
-        self.config = read_config(self.source, trust_remote_code=trust_remote_code, **(config_overrides or {}))
+        self.lr_scaling = Scaling(lr_scaling, reference_batch)
+        self.config = read_config(self.source, trust_remote_code=trust_remote_code)
+        self.overrides = apply_overrides(self.config, config_overrides or {})
         vocabulary = resolve(os.path.expanduser(tokenizer)) if tokenizer else self.source
         self.tokenizer = read_tokenizer(vocabulary, trust_remote_code=trust_remote_code)
         check_vocabulary(self.config, self.tokenizer, vocabulary)
@@ -102,6 +111,7 @@ class CausalLM(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
+        self.preflight(getattr(self._trainer, "datamodule", None))
         if stage == "fit" and self.hparams["export"] and self.hparams["export_dir"]:
             folder = Path(self.hparams["export_dir"]).expanduser()
             if folder.is_dir() and any(folder.iterdir()):
@@ -116,6 +126,10 @@ class CausalLM(LightningModule):
         model = from_config(self.config)
         self._add_pairs(model)
         return model
+
+    def preflight(self, data: Any) -> None:
+        """Refuse data that do not fit the model, before any process is started."""
+        check_length(self.config, getattr(data, "max_length", None))
 
     def _add_pairs(self, model: PreTrainedModel) -> None:
         if self.lora is None:
@@ -133,7 +147,6 @@ class CausalLM(LightningModule):
         from lightning_nd.strategy import NDStrategy
 
         dtype = self._weight_dtype()
-        options = dict(self.hparams["config_overrides"] or {})
         if self.hparams["from_scratch"]:
             if self.hparams["attn_implementation"]:
                 self.config._attn_implementation = self.hparams["attn_implementation"]
@@ -144,7 +157,14 @@ class CausalLM(LightningModule):
                 dtype=dtype,
                 attn_implementation=self.hparams["attn_implementation"],
                 trust_remote_code=self.hparams["trust_remote_code"],
-                **options,
+                **self.overrides,
+            )
+        kept = {n: getattr(self.model.config, n) for n, value in self.overrides.items()}
+        if kept != self.overrides:
+            lost = next(n for n in kept if kept[n] != self.overrides[n])
+            raise ValueError(
+                f"config_overrides: {type(self.model).__name__} turned {lost}={self.overrides[lost]!r} into"
+                f" {kept[lost]!r}. Give it in the form that its config.json has."
             )
         self._add_pairs(self.model)
         self.model.train()
@@ -320,6 +340,8 @@ class CausalLM(LightningModule):
         folder = Path(given).expanduser() if given else Path(self.trainer.default_root_dir) / "export"
         # the data module's tokenizer carries the chat template that was trained with
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", self.tokenizer)
+        if length := self.overrides.get("max_position_embeddings"):
+            tokenizer.model_max_length = max(tokenizer.model_max_length, length)
         if self.lora is not None and self.hparams["export"] != "merged":
             base = str(Path(self.source).absolute()) if Path(self.source).is_dir() else self.source
             save_adapter(self.model, folder, base=base, tokenizer=tokenizer, overwrite=True)
@@ -357,24 +379,18 @@ def resolve_source(name: str) -> str:
     return path
 
 
-def read_config(source: str, *, trust_remote_code: bool = False, **overrides: Any) -> PretrainedConfig:
-    """The configuration of a model folder or hub id, with some of its values replaced.
+def read_config(source: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a model folder or hub id.
 
     Raises:
-        ValueError: if it cannot be read, or has no value of an overridden name.
+        ValueError: if it cannot be read.
     """
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"model: cannot read the configuration of {source!r}: {error}") from error
-    known = config.to_dict()
-    for name, value in overrides.items():
-        if name not in known:
-            raise ValueError(f"config_overrides: {type(config).__name__} has no {name!r}: {nearest(name, known)}")
-        setattr(config, name, value)
-    return config
 
 
 def read_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
