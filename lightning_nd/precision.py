@@ -109,7 +109,7 @@ class NDMixedPrecision(_MeshAware, MixedPrecision):
         frozen = [p for p in module.parameters() if not p.requires_grad and p.dtype == torch.bfloat16]
         if any(map(is_adapter, module.modules())) and frozen:
             for parameter in module.parameters():
-                if parameter.requires_grad and parameter.is_floating_point():
+                if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                     parameter.data = parameter.data.float()
             return module
         return super().convert_module(module)

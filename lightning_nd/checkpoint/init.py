@@ -27,6 +27,11 @@ class RandomSource:
     seed: int
 
 
+@dataclass(frozen=True)
+class NoSource:
+    """Weights of any value: memory is taken and not filled (for fake tensors)."""
+
+
 def from_config(
     config: PretrainedConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0, **kwargs: Any
 ) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from lightning_nd.checkpoint import _transformers as hf
 from lightning_nd.checkpoint.adapters import whole_pairs
-from lightning_nd.checkpoint.init import Initializer, RandomSource, build_on_meta, recompute_buffers
+from lightning_nd.checkpoint.init import Initializer, NoSource, RandomSource, build_on_meta, recompute_buffers
 from lightning_nd.checkpoint.shards import Box, from_local_like, local_box
 from lightning_nd.checkpoint.source import OpenSource, Piece, WeightSource, read_source, weight_files
 
@@ -143,6 +143,9 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     model = cast(PreTrainedModel, model)  # only such models have a source
     reference = hf.meta_copy(model, dtype=torch.float32)
     targets = _Targets(model, hf.tied_names(reference), torch.device(device))
+    if isinstance(source, NoSource):
+        _leave(model, targets)
+        return
     if (adapters := getattr(model, "_nd_adapters", None)) is not None:
         for name, value in whole_pairs(model, adapters):
             local, box = targets.allocate(name)
@@ -169,7 +172,7 @@ class _Targets:
     """The meta parameters and persistent buffers of a model by plain name, to be replaced one by one."""
 
     def __init__(self, model: nn.Module, ties: dict[str, str], device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         self._pending: dict[str, Tensor] = {}
         for prefix, module in model.named_modules():
@@ -217,7 +220,7 @@ class _Targets:
         tensor = self.tensor(name)
         box = local_box(tensor)
         shape = [sum(stop - start for start, stop in intervals) for intervals in box]
-        return torch.empty(shape, dtype=tensor.dtype, device=self._device), box
+        return torch.empty(shape, dtype=tensor.dtype, device=self.device), box
 
     def fill(self, name: str, local: Tensor) -> None:
         """Put this rank's part in the model, under all its names."""
@@ -241,6 +244,16 @@ class _Targets:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+
+
+def _leave(model: PreTrainedModel, targets: _Targets) -> None:
+    for name in targets.names():
+        targets.fill(name, targets.allocate(name)[0])
+    targets.finish()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=targets.device)
 
 
 def _draw(targets: _Targets, reference: PreTrainedModel, seed: int) -> None:

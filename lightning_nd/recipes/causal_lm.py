@@ -119,11 +119,11 @@ class CausalLM(LightningModule):
                     f"export_dir {folder.absolute()} already holds files; give another folder or empty it."
                 )
 
-    def skeleton(self) -> PreTrainedModel:
+    def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The model without weights, for checks before any process is started."""
         from lightning_nd.checkpoint import from_config
 
-        model = from_config(self.config)
+        model = from_config(self.config, dtype=dtype)
         self._add_pairs(model)
         return model
 
