@@ -29,7 +29,7 @@ from lightning_nd import gradients
 from lightning_nd.faults import Progress
 from lightning_nd.launch import _REPORTS, LocalLauncher, RankFailedError, check_world, is_interactive
 from lightning_nd.loaders import SameRows, split_loader
-from lightning_nd.loss import TokenLedger, install_loss
+from lightning_nd.loss import LossOptions, TokenLedger, install_loss
 from lightning_nd.mesh import Degree, Meshes, ParallelDims
 from lightning_nd.parallelize import (
     ActivationCheckpointing,
@@ -76,6 +76,7 @@ class NDStrategy(ModelParallelStrategy):
             balances the work of each batch.
         cp_sdpa: with ``cp`` > 1, a hand-written model's ``F.scaled_dot_product_attention(..., is_causal=True)`` sees
             all ranks' tokens.
+        loss: chunks, label smoothing, z-loss; see `LossOptions`.
         compile: `torch.compile` each block.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: free gathered parameters after forward; see `torch.distributed.fsdp.fully_shard`.
@@ -105,6 +106,7 @@ class NDStrategy(ModelParallelStrategy):
         cp_method: Literal["auto", "direct", "ring", "ulysses"] = "auto",
         cp_layout: Literal["auto", "zigzag", "chunks", "contiguous"] = "auto",
         cp_sdpa: bool = False,
+        loss: LossOptions | None = None,
         compile: bool = False,
         cpu_offload: bool = False,
         reshard_after_forward: bool | int = True,
@@ -139,6 +141,7 @@ class NDStrategy(ModelParallelStrategy):
         self._partial: list[nn.Parameter] = []
         self._grad_norm: Tensor | None = None
         self._norm_is_current = False
+        self.loss = loss or LossOptions()
         #: Token accounting of the current accumulation window.
         self.ledger = TokenLedger()
         #: Global token-mean loss of the last optimizer step; ``None`` where no token loss was computed.
@@ -265,7 +268,8 @@ class NDStrategy(ModelParallelStrategy):
         for module in self.lightning_module.modules():
             if roots.is_causal_lm(module):
                 roots.check_objective(module, self.dims)
-                install_loss(module, self.ledger, self.meshes.loss.get_group(), sharded=self.dims.cp > 1)
+                group = self.meshes.loss.get_group()
+                install_loss(module, self.ledger, group, sharded=self.dims.cp > 1, options=self.loss)
         self._partial = partial_gradients(self.lightning_module)
         roots.sync_metrics_over(self.lightning_module, self.meshes.loss.get_group())
         self.model_to_device()

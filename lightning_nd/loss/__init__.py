@@ -6,8 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_nd.loss.causal import CausalLMLoss, global_token_mean, install_loss, nll_sum, shift_labels
+from lightning_nd.loss.causal import (
+    CausalLMLoss,
+    global_token_mean,
+    install_loss,
+    nll_sum,
+    shift_labels,
+    token_nll,
+)
 from lightning_nd.loss.ledger import TokenLedger
+from lightning_nd.loss.options import LossOptions
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor, strategy: Any, *, shifted: bool = False) -> Tensor:
@@ -27,15 +35,17 @@ def causal_lm_loss(logits: Tensor, labels: Tensor, strategy: Any, *, shifted: bo
     if not shifted and strategy.dims.cp > 1:
         raise ValueError("causal_lm_loss: under cp > 1 pass batch['shift_labels'] with shifted=True.")
     targets = labels if shifted else shift_labels(labels)
-    return global_token_mean(*nll_sum(logits, targets), strategy.ledger, strategy.meshes.loss.get_group())
+    return global_token_mean(*nll_sum(logits, targets, strategy.loss), strategy.ledger, strategy.meshes.loss.get_group())
 
 
 __all__ = [
     "CausalLMLoss",
+    "LossOptions",
     "TokenLedger",
     "causal_lm_loss",
     "global_token_mean",
     "install_loss",
     "nll_sum",
     "shift_labels",
+    "token_nll",
 ]

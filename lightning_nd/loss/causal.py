@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_nd.loss.chunked import IGNORE, Recipe, check_targets, each_nll, summed_loss
 from lightning_nd.loss.ledger import TokenLedger
+from lightning_nd.loss.options import LossOptions
+from lightning_nd.loss.pending import Head, PendingLogits, find_head
 
-IGNORE = -100
+log = logging.getLogger(__name__)
+
+DEFAULT = LossOptions()
 
 
 def shift_labels(labels: Tensor) -> Tensor:
@@ -24,18 +32,90 @@ def shift_labels(labels: Tensor) -> Tensor:
     return F.pad(labels, (0, 1), value=IGNORE)[..., 1:].contiguous()
 
 
-def nll_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the negative log likelihoods (nats, at least float32) and number of supervised tokens, on this rank.
+def nll_sum(
+    logits: Tensor, targets: Tensor, options: LossOptions = DEFAULT, done: Callable[[], None] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum of the losses of the supervised tokens (nats, at least float32) and their number, on this rank.
+
+    The loss of a token is its negative log likelihood; where gradients are computed, with the label smoothing and the
+    z-loss of ``options``.
 
     Args:
-        logits: ``[batch, sequence, vocabulary]``.
+        logits: ``[batch, sequence, vocabulary]``; pending ones are never made in full.
         targets: ``[batch, sequence]``, shifted already.
+        options: how.
+        done: called when the gradient has gone through pending logits.
     """
     targets = targets.to(logits.device)
+    _check_shapes(logits, targets)
+    smoothing, z_loss = options.extras
+    if isinstance(logits, PendingLogits) and (parts := _take_apart(logits, targets, options)) is not None:
+        pairs, bias, kept, recipe = parts
+        return logits.called_back(summed_loss(pairs, bias, kept, recipe, done)), (targets != IGNORE).sum()
     flat = logits.reshape(-1, logits.shape[-1])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    nll = F.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORE, reduction="sum")
-    return nll, (targets != IGNORE).sum()
+    flat_targets = targets.reshape(-1)
+    supervised = flat_targets != IGNORE
+    nll = F.cross_entropy(
+        flat, flat_targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
+    )
+    if z_loss:
+        nll = nll + z_loss * flat.logsumexp(-1).square().masked_fill(~supervised, 0).sum()
+    return nll, supervised.sum()
+
+
+@torch.no_grad()
+def token_nll(logits: Tensor, targets: Tensor, options: LossOptions = DEFAULT) -> Tensor:
+    """Negative log likelihood of every target (nats, at least float32), 0 where it is not supervised; no gradient.
+
+    Args:
+        logits: ``[batch, sequence, vocabulary]``; pending ones are never made in full.
+        targets: ``[batch, sequence]``, shifted already.
+        options: how.
+
+    Returns:
+        ``[batch, sequence]``.
+    """
+    targets = targets.to(logits.device)
+    _check_shapes(logits, targets)
+    if isinstance(logits, PendingLogits) and (parts := _take_apart(logits, targets, options)) is not None:
+        pairs, bias, kept, recipe = parts
+        each = each_nll(pairs, bias, kept, recipe)
+        return each.new_zeros(targets.shape).masked_scatter_(targets != IGNORE, each)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.transpose(1, -1), targets, ignore_index=IGNORE, reduction="none")
+
+
+def _check_shapes(logits: Tensor, targets: Tensor) -> None:
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"NDStrategy: the loss got logits of shape {list(logits.shape)} and labels of shape {list(targets.shape)};"
+            " it needs one label for each token. logits_to_keep must be left out where there are labels."
+        )
+
+
+def _take_apart(
+    logits: PendingLogits, targets: Tensor, options: LossOptions
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None, Tensor, Recipe] | None:
+    """Inputs and weights of the supervised tokens; None if only real logits will do."""
+    products = [product for product, _ in logits.terms]
+    kinds = {t.dtype for p in products for t in (p.x, p.weight, p.bias) if t is not None}
+    if logits.is_made or options.chunk is None or len(kinds) > 1 or any(p.bias is not None for p in products[1:]):
+        return None
+    flat = targets.reshape(-1)
+    index = (flat != IGNORE).nonzero().squeeze(1)
+    kept = flat[index]
+    check_targets(kept, logits.shape[-1])
+    pairs = []
+    for product, scale in logits.terms:
+        x = product.x.reshape(-1, product.x.shape[-1])
+        x = x if len(kept) == len(flat) else x[index]
+        pairs.append((x if scale == 1.0 else x * scale, product.weight))
+    chunk = options.tokens_per_chunk(products[0].weight.shape[0], kept.device)
+    bias = products[0].bias if logits.terms[0][1] == 1.0 else None
+    if bias is None and products[0].bias is not None:
+        return None
+    return pairs, bias, kept, Recipe(logits.function(), chunk, *options.extras, logits.part)
 
 
 def global_token_mean(nll: Tensor, tokens: Tensor, ledger: TokenLedger, group: ProcessGroup | None) -> Tensor:
@@ -82,13 +162,24 @@ class CausalLMLoss:
     """A transformers ``loss_function``: the global token mean from logits and labels.
 
     Set on a model by the strategy. It takes what transformers passes and computes the same number for every class.
+    Targets that the model was called with count also where its class does not pass them on.
     """
 
-    def __init__(self, ledger: TokenLedger, group: ProcessGroup | None, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        ledger: TokenLedger,
+        group: ProcessGroup | None,
+        sharded: bool = False,
+        options: LossOptions = DEFAULT,
+        head: Head | None = None,
+    ) -> None:
         self.ledger = ledger
         self.group = group
         self.sharded = sharded
+        self.options = options
+        self.head = head
         self.calls = 0
+        self.targets: Tensor | None = None
 
     def __call__(
         self,
@@ -122,6 +213,8 @@ class CausalLMLoss:
                 " not -100, and the strategy counts them: mark the others with -100 and leave the argument out."
             )
         if shift_labels is None:
+            shift_labels = self.targets
+        if shift_labels is None:
             if labels is None:
                 raise ValueError("CausalLMLoss: neither labels nor shift_labels were given.")
             if self.sharded:
@@ -129,16 +222,29 @@ class CausalLMLoss:
                     "CausalLMLoss: under cp > 1 labels are shifted over the whole row before it is split, and this"
                     " call got none of those. Pass shift_labels=batch['shift_labels'] to the model beside labels."
                 )
-            targets = _shift(labels)
-        else:
-            targets = shift_labels
-        return global_token_mean(*nll_sum(logits, targets), self.ledger, self.group)
+            shift_labels = _shift(labels)
+        done = None
+        if self.head is not None:
+            done = self.head.close
+            if self.head.trained and torch.is_grad_enabled() and not logits.requires_grad:
+                raise RuntimeError(
+                    "NDStrategy: the model does something with its logits through which their gradient is lost when"
+                    " the loss is computed chunk by chunk. Use NDStrategy(loss=LossOptions(chunk=None))."
+                )
+        return global_token_mean(*nll_sum(logits, shift_labels, self.options, done), self.ledger, self.group)
 
 
 _shift = shift_labels
 
 
-def install_loss(model: Any, ledger: TokenLedger, group: ProcessGroup | None, *, sharded: bool = False) -> None:
+def install_loss(
+    model: Any,
+    ledger: TokenLedger,
+    group: ProcessGroup | None,
+    *,
+    sharded: bool = False,
+    options: LossOptions = DEFAULT,
+) -> None:
     """Let a transformers causal LM compute its loss by this rule.
 
     With ``sharded`` rows (cp > 1) it takes only labels that have been shifted over the whole row.
@@ -149,7 +255,7 @@ def install_loss(model: Any, ledger: TokenLedger, group: ProcessGroup | None, *,
     """
     installed = model.loss_function
     if isinstance(installed, CausalLMLoss):  # a second fit: the model has the hooks, the strategy is another
-        installed.ledger, installed.group, installed.sharded = ledger, group, sharded
+        installed.ledger, installed.group, installed.sharded, installed.options = ledger, group, sharded, options
         return
     if not getattr(installed, "__module__", "").startswith("transformers."):
         raise ValueError(
@@ -158,13 +264,29 @@ def install_loss(model: Any, ledger: TokenLedger, group: ProcessGroup | None, *,
             " cannot be made a token mean over all ranks. Take it away (del model._loss_function), or leave `labels`"
             " out of the call and compute it from outputs.logits in training_step."
         )
-    loss = CausalLMLoss(ledger, group, sharded)
+    head = find_head(model)
+    if head is None and options.chunk is not None:
+        log.info("NDStrategy: the head of %s is no linear layer; its logits are made at once.", type(model).__name__)
+    loss = CausalLMLoss(ledger, group, sharded, options, head)
     model.loss_function = loss
+    if head is not None:
+        head.install()
+    accepted = inspect.signature(type(model).forward).parameters
+    takes_targets = "shift_labels" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values())
 
-    def before(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def before(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         loss.calls = 0
+        loss.targets = kwargs.get("shift_labels")
+        if head is not None:
+            head.begin(loss.options.chunk is not None and kwargs.get("labels") is not None)
+        if takes_targets:
+            return args, kwargs
+        return args, {key: value for key, value in kwargs.items() if key != "shift_labels"}
 
     def after(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        loss.targets = None
+        if head is not None:
+            head.active = False
         if getattr(output, "loss", None) is not None and loss.calls == 0:
             raise RuntimeError(
                 f"NDStrategy: {type(module).__name__} computes its loss by its own code, which cannot be made a token"
@@ -173,4 +295,4 @@ def install_loss(model: Any, ledger: TokenLedger, group: ProcessGroup | None, *,
             )
 
     model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True, always_call=False)

@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from typing_extensions import override
 
+from lightning_nd.loss.chunked import VocabularySlice
+from lightning_nd.loss.pending import PendingLogits, gather_slices
 from lightning_nd.parallelize import collectives as comm
 
 
@@ -119,12 +121,9 @@ class Colwise(Style):
             if width <= shard * (site.size - 1):
                 raise ValueError(f"NDStrategy: {width} output features leave a rank of tp={site.size} with none.")
 
-            def gather(y: Tensor) -> Tensor:
-                y = F.pad(y, (0, shard - y.shape[-1])) if y.shape[-1] < shard else y
-                whole = comm.allgather_slice(y, y.dim() - 1, site.group)
-                return whole if whole.shape[-1] == width else whole[..., :width].contiguous()
-
-            _map_output(module, gather)
+            part = VocabularySlice(site.group, site.rank * shard, width)
+            # The loss takes pending logits in slices, as they are.
+            _map_output(module, lambda y: y.split(part) if isinstance(y, PendingLogits) else gather_slices(y, part))
 
 
 class Rowwise(Style):
