@@ -35,7 +35,9 @@ def causal_lm_loss(logits: Tensor, labels: Tensor, strategy: Any, *, shifted: bo
     if not shifted and strategy.dims.cp > 1:
         raise ValueError("causal_lm_loss: under cp > 1 pass batch['shift_labels'] with shifted=True.")
     targets = labels if shifted else shift_labels(labels)
-    return global_token_mean(*nll_sum(logits, targets, strategy.loss), strategy.ledger, strategy.meshes.loss.get_group())
+    return global_token_mean(
+        *nll_sum(logits, targets, strategy.loss), strategy.ledger, strategy.meshes.loss.get_group()
+    )
 
 
 __all__ = [

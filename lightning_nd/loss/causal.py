@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_nd.loss.chunked import IGNORE, Recipe, check_targets, each_nll, summed_loss
+from lightning_nd.loss.kernels import check_kernel, choose
 from lightning_nd.loss.ledger import TokenLedger
 from lightning_nd.loss.options import LossOptions
 from lightning_nd.loss.pending import Head, PendingLogits, find_head
@@ -51,14 +52,17 @@ def nll_sum(
     smoothing, z_loss = options.extras
     if isinstance(logits, PendingLogits) and (parts := _take_apart(logits, targets, options)) is not None:
         pairs, bias, kept, recipe = parts
-        return logits.called_back(summed_loss(pairs, bias, kept, recipe, done)), (targets != IGNORE).sum()
+        kernel = choose(options.kernel, kept.device, pairs, bias, recipe) if len(kept) else None
+        if kernel is not None:
+            nll = kernel.run(pairs, bias, kept, recipe)
+        else:
+            nll = summed_loss(pairs, bias, kept, recipe, done)
+        return logits.called_back(nll), (targets != IGNORE).sum()
     flat = logits.reshape(-1, logits.shape[-1])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     flat_targets = targets.reshape(-1)
     supervised = flat_targets != IGNORE
-    nll = F.cross_entropy(
-        flat, flat_targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
-    )
+    nll = F.cross_entropy(flat, flat_targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
     if z_loss:
         nll = nll + z_loss * flat.logsumexp(-1).square().masked_fill(~supervised, 0).sum()
     return nll, supervised.sum()
@@ -111,7 +115,7 @@ def _take_apart(
         x = product.x.reshape(-1, product.x.shape[-1])
         x = x if len(kept) == len(flat) else x[index]
         pairs.append((x if scale == 1.0 else x * scale, product.weight))
-    chunk = options.tokens_per_chunk(products[0].weight.shape[0], kept.device)
+    chunk = options.tokens_per_chunk(len(kept), products[0].weight.shape[0], kept.device)
     bias = products[0].bias if logits.terms[0][1] == 1.0 else None
     if bias is None and products[0].bias is not None:
         return None
@@ -264,6 +268,7 @@ def install_loss(
             " cannot be made a token mean over all ranks. Take it away (del model._loss_function), or leave `labels`"
             " out of the call and compute it from outputs.logits in training_step."
         )
+    check_kernel(options.kernel)
     head = find_head(model)
     if head is None and options.chunk is not None:
         log.info("NDStrategy: the head of %s is no linear layer; its logits are made at once.", type(model).__name__)

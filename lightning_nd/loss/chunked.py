@@ -102,7 +102,7 @@ def token_losses(y: Tensor, targets: Tensor, recipe: Recipe, gradient: bool) -> 
         y.mul_(factor.unsqueeze(1))
         if epsilon:
             y.sub_(epsilon / width)
-        y.scatter_add_(1, index, torch.where(mine, epsilon - 1, 0.0).to(y.dtype).unsqueeze(1))
+        y.scatter_add_(1, index, mine.to(y.dtype).mul_(epsilon - 1).unsqueeze(1))
     return loss
 
 
@@ -115,7 +115,9 @@ def check_targets(targets: Tensor, width: int) -> None:
     inside = ((targets >= 0) & (targets < width)).all()
     if targets.device.type == "cpu" and not inside:
         wrong = targets[(targets < 0) | (targets >= width)]
-        raise IndexError(f"a label is {int(wrong[0])}, outside the vocabulary of {width} tokens (ignored ones are -100).")
+        raise IndexError(
+            f"a label is {int(wrong[0])}, outside the vocabulary of {width} tokens (ignored ones are -100)."
+        )
     torch._assert_async(inside, "a label is outside the vocabulary")
 
 
@@ -144,7 +146,9 @@ def summed_loss(
 @torch.no_grad()
 def each_nll(pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, targets: Tensor, recipe: Recipe) -> Tensor:
     """The losses of tokens one by one, ``[tokens]``, without gradient; arguments as of `summed_loss`."""
-    losses = [_chunk(pairs, bias, targets, recipe, slice(i, i + recipe.chunk), False)[0] for i in _starts(targets, recipe)]
+    losses = [
+        _chunk(pairs, bias, targets, recipe, slice(i, i + recipe.chunk), False)[0] for i in _starts(targets, recipe)
+    ]
     return torch.cat(losses) if losses else targets.new_zeros(0, dtype=_wide(pairs))
 
 
@@ -218,6 +222,7 @@ class _SummedLoss(torch.autograd.Function):
                     torch.mm(dz, weight, out=dx[tokens])
                 if dw is not None:
                     _add_product(dw, dz, x[tokens])
+            del dz  # before the next chunk is made
         ctx.grads = [None if g is None else g.to(t.dtype) for g, t in zip(grads, (bias, *flat), strict=True)]  # type: ignore[union-attr]
         ctx.done = done
         return total.to(wide)

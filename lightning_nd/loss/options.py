@@ -9,6 +9,7 @@ import torch
 
 # Bytes of a chunk's logits in float32 under `chunk="auto"`; large enough that the matrix products run at full speed.
 _BUDGET = {"cpu": 16 << 20, "cuda": 512 << 20}
+_FEWEST = 128
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class LossOptions:
     """How the next-token loss of transformers models is computed, and what is added to it.
 
     Attributes:
-        chunk: tokens whose logits are held at a time; ``"auto"`` takes about 16 MiB of them on CPU, 512 MiB on CUDA.
-            None makes all logits at once, gathered over tp, as transformers does.
+        chunk: tokens whose logits are held at a time; ``"auto"`` takes about 16 MiB of them on CPU, 512 MiB on CUDA,
+            at least 128 tokens, at most an eighth. None makes all logits at once, gathered over tp.
         label_smoothing: ε in [0, 1): the target is 1 − ε on the label and ε/V on every token of the vocabulary (Szegedy
             et al. 2016, section 7).
         z_loss: weight of log² Z, the squared log of the softmax's denominator (Chowdhery et al. 2022, section 5).
@@ -42,7 +43,9 @@ class LossOptions:
         if self.chunk not in ("auto", None) and (
             isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1
         ):
-            raise ValueError(f"LossOptions: chunk={self.chunk!r}: give a number of tokens, 'auto' or None (all at once).")
+            raise ValueError(
+                f"LossOptions: chunk={self.chunk!r}: give a number of tokens, 'auto' or None (all at once)."
+            )
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"LossOptions: label_smoothing={self.label_smoothing}: it must be in [0, 1).")
         if not 0.0 <= self.z_loss < float("inf"):
@@ -51,12 +54,15 @@ class LossOptions:
         if self.kernel not in allowed:
             raise ValueError(f"LossOptions: kernel={self.kernel!r}: choose one of {', '.join(map(repr, allowed))}.")
 
-    def tokens_per_chunk(self, vocabulary: int, device: torch.device) -> int:
-        """Tokens of a chunk, for a rank that holds so many logits of each."""
+    def tokens_per_chunk(self, tokens: int, vocabulary: int, device: torch.device) -> int:
+        """Tokens of a chunk, where a rank has so many tokens and holds so many logits of each."""
         if isinstance(self.chunk, int):
             return self.chunk
-        budget = _BUDGET.get(device.type, _BUDGET["cuda"])
-        return max(16, budget // (4 * vocabulary))
+        budget = _BUDGET.get(device.type, _BUDGET["cuda"]) // (4 * vocabulary)
+        if tokens <= budget:
+            return max(tokens, 1)
+        # Fewer tokens than this and every chunk spends its time on reading the weight.
+        return min(max(budget, _FEWEST), -(-tokens // 8))
 
     @property
     def extras(self) -> tuple[float, float]:

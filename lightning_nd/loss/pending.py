@@ -102,7 +102,7 @@ class PendingLogits(Tensor):
     _hooks: list[Callable[[Tensor], Any]]
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: D102
         cls,
         terms: tuple[Term, ...],
         steps: tuple[Step, ...] = (),
@@ -112,7 +112,7 @@ class PendingLogits(Tensor):
     ) -> PendingLogits:
         first = terms[0][0]
         width = first.weight.shape[0] if part is None else part.width
-        made: PendingLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: PendingLogits = Tensor._make_wrapper_subclass(
             cls, (*first.x.shape[:-1], width), dtype=dtype or first.x.dtype, device=first.x.device
         )
         made.terms, made.steps, made.part, made._made = terms, steps, part, None
@@ -123,7 +123,7 @@ class PendingLogits(Tensor):
         super().__init__()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"PendingLogits({list(_plain(Tensor.size)(self))}, {_plain(Tensor.dtype.__get__)(self)})"
+        return f"PendingLogits({list(_plain(Tensor.size)(self))}, {_plain(_getter('dtype'))(self)})"
 
     # -- what the head's own hooks do
 
@@ -133,7 +133,7 @@ class PendingLogits(Tensor):
 
     @property
     def _dtype(self) -> torch.dtype:
-        result: torch.dtype = _plain(Tensor.dtype.__get__)(self)
+        result: torch.dtype = _plain(_getter("dtype"))(self)
         return result
 
     # -- what the loss does
@@ -200,7 +200,7 @@ class PendingLogits(Tensor):
             return _plain(func)(*args, **kwargs)
         me = args[0] if args else None
         if isinstance(me, PendingLogits) and me._made is None:
-            if func == Tensor.requires_grad.__get__:  # a new object each time
+            if func == _getter("requires_grad"):  # a new object each time
                 return torch.is_grad_enabled() and any(p.trains for p, _ in me.terms)
             if func is Tensor.register_hook and len(args) == 2:
                 me._hooks.append(args[1])
@@ -212,7 +212,7 @@ class PendingLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(
             f"NDStrategy: {func} was applied to pending logits from below autograd, where their gradient would be lost."
             " Use NDStrategy(loss=LossOptions(chunk=None))."
@@ -254,8 +254,12 @@ def _plain(func: Any) -> Callable[..., Any]:
     return call
 
 
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
 _METADATA = {
-    getattr(Tensor, name).__get__
+    _getter(name)
     for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_nested")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, Tensor.get_device}
 
