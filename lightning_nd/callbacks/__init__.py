@@ -2,8 +2,8 @@
 
 from lightning_nd.callbacks.loss_plot import LossPlot
 from lightning_nd.callbacks.progress import ProgressBar
-from lightning_nd.callbacks.samples import SampleCompletions
+from lightning_nd.callbacks.samples import GenerateSamples, SampleCompletions
 from lightning_nd.callbacks.scores import ScoreWriter
 from lightning_nd.callbacks.throughput import Throughput
 
-__all__ = ["LossPlot", "ProgressBar", "SampleCompletions", "ScoreWriter", "Throughput"]
+__all__ = ["GenerateSamples", "LossPlot", "ProgressBar", "SampleCompletions", "ScoreWriter", "Throughput"]

@@ -1,8 +1,9 @@
-"""What the model answers before and after training."""
+"""What the model answers: before and after training, and at every validation."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_nd.assets import resolve
+from lightning_nd.parallelize.context import gather_sequence
 
 _BLOCK = 64  # lengths are rounded up to it, so that a compiled model sees few shapes
 
@@ -21,11 +23,13 @@ class SampleCompletions(Callback):
     """Prints greedy completions of a few prompts before and after the fit.
 
     Every rank runs the same prompts for the same number of forward passes, because a sharded forward is a collective;
-    no cache is kept, so the cost is ``max_new_tokens`` forward passes.
+    no cache is kept, so the cost is up to ``max_new_tokens`` forward passes. Under cp the prompts are split as every
+    batch is.
 
     Args:
-        prompts: a JSONL file with one ``{"prompt": …}`` or ``{"messages": […]}`` a line, or a list of prompts. A prompt
-            is given to the model as a user turn when the tokenizer has a chat template, as plain text otherwise.
+        prompts: a JSONL file with one ``{"prompt": …}`` or ``{"messages": […]}`` a line, a text file (``.txt``) with
+            one prompt a line, or a list of prompts. A prompt is given to the model as a user turn when the tokenizer
+            has a chat template, as plain text otherwise.
         max_new_tokens: length of a completion.
         limit: use at most this many prompts.
 
@@ -51,30 +55,87 @@ class SampleCompletions(Callback):
         self._show("after training", trainer, pl_module)
 
     def _show(self, when: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        dims = getattr(trainer.strategy, "dims", None)
-        if dims is not None and dims.cp > 1:
-            rank_zero_info(f"SampleCompletions: no completions {when}; a row split over cp={dims.cp} cannot grow.")
-            return
-        tokenizer = getattr(pl_module, "tokenizer", None)
-        if tokenizer is None:
-            raise ValueError(f"SampleCompletions needs {type(pl_module).__name__}.tokenizer, which is missing.")
-        prompts = [_encode(tokenizer, messages) for messages in self.conversations]
-        answers = greedy(pl_module, prompts, self.max_new_tokens)
         lines = [f"\nCompletions {when}:"]
-        for messages, answer in zip(self.conversations, answers, strict=True):
-            tokens = _until(answer, _stops(pl_module, tokenizer))
-            text = " ".join(tokenizer.decode(tokens, skip_special_tokens=True).split()) or "(nothing)"
-            cut = " …" if len(tokens) == len(answer) else ""
-            lines += [f"  > {messages[-1]['content']}", f"    {text}{cut}"]
+        for prompt, text in self.complete(pl_module):
+            lines += [f"  > {prompt}", f"    {text}"]
         rank_zero_info("\n".join(lines))
 
+    def complete(self, module: LightningModule) -> list[tuple[str, str]]:
+        """The prompts and what the model answers; collective over all ranks.
 
-def greedy(module: LightningModule, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """The most likely continuation of each prompt, ``new_tokens`` long; collective over all ranks.
+        Raises:
+            ValueError: if the module has no tokenizer.
+        """
+        tokenizer = getattr(module, "tokenizer", None)
+        if tokenizer is None:
+            raise ValueError(f"{type(self).__name__} needs {type(module).__name__}.tokenizer, which is missing.")
+        prompts = [_encode(tokenizer, messages) for messages in self.conversations]
+        stops = _stops(module, tokenizer)
+        found = []
+        for messages, answer in zip(
+            self.conversations, greedy(module, prompts, self.max_new_tokens, stops), strict=True
+        ):
+            tokens = _until(answer, stops)
+            text = " ".join(tokenizer.decode(tokens, skip_special_tokens=True).split()) or "(nothing)"
+            found.append((messages[-1]["content"], text + (" …" if len(tokens) == len(answer) else "")))
+        return found
+
+
+class GenerateSamples(SampleCompletions):
+    """Greedy completions of a few prompts at every validation, as text.
+
+    They are printed, added to ``samples.jsonl`` in the run folder (``step``, ``prompt``, ``completion``), and given to
+    every logger that takes text. Prompts and cost as for `SampleCompletions`.
+    """
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pass
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pass
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        step = trainer.global_step
+        found = self.complete(pl_module)
+        words = [f"\nCompletions after step {step}:"]
+        for prompt, text in found:
+            words += [f"  > {prompt}", f"    {text}"]
+        rank_zero_info("\n".join(words))
+        if trainer.is_global_zero:
+            path = Path(trainer.default_root_dir) / "samples.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                for prompt, text in found:
+                    row = {"step": step, "prompt": prompt, "completion": text}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            for logger in trainer.loggers:
+                _log_text(logger, found, step)
+
+
+def _log_text(logger: Any, found: list[tuple[str, str]], step: int) -> None:
+    """Hand completions to a logger that takes text: tables of W&B and Comet's kind, or TensorBoard's `add_text`."""
+    if hasattr(logger, "log_text"):
+        logger.log_text("samples", columns=["prompt", "completion"], data=[list(pair) for pair in found], step=step)
+    elif hasattr(logger.experiment, "add_text"):
+        text = "\n\n".join(f"**{prompt}**\n\n{completion}" for prompt, completion in found)
+        logger.experiment.add_text("samples", text, step)
+
+
+def greedy(
+    module: LightningModule, prompts: list[list[int]], new_tokens: int, stops: Collection[int] = ()
+) -> list[list[int]]:
+    """The most likely continuation of each prompt; collective over all ranks.
 
     Args:
         module: has the causal LM as ``model``, already sharded.
         prompts: token ids, the same on every rank.
+        new_tokens: length of the continuations.
+        stops: ids that end a continuation. When all have ended, on every rank at once, they are left shorter.
     """
     was_training = module.training
     module.eval()
@@ -87,15 +148,24 @@ def greedy(module: LightningModule, prompts: list[list[int]], new_tokens: int) -
         ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
     rows = torch.arange(len(prompts), device=device)
     positions = torch.arange(width, device=device)
+    context = getattr(module.trainer.strategy, "_context", None)
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    made = 0
     with torch.no_grad(), module.trainer.precision_plugin.forward_context():
-        for _ in range(new_tokens):
+        while made < new_tokens and not bool(ended.all()):
             mask = (positions < lengths[:, None]).long()
-            logits: Any = module.model(input_ids=ids, attention_mask=mask, use_cache=False).logits  # type: ignore[operator]
-            following = _same_everywhere(_full(logits)[rows, lengths - 1].argmax(-1))
+            batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+            if context is not None:
+                batch = context.shard(batch)
+                context.remember(batch)
+            logits: Any = module.model(**batch, use_cache=False).logits  # type: ignore[operator]
+            likeliest = gather_sequence(_full(logits).argmax(-1), batch)
+            following = _same_everywhere(likeliest[rows, lengths - 1])
             ids[rows, lengths] = following
-            lengths = lengths + 1
+            ended |= torch.isin(following, torch.tensor(sorted(stops), dtype=torch.long, device=device))
+            lengths, made = lengths + 1, made + 1
     module.train(was_training)
-    return [ids[row, len(prompt) : len(prompt) + new_tokens].tolist() for row, prompt in enumerate(prompts)]
+    return [ids[row, len(prompt) : len(prompt) + made].tolist() for row, prompt in enumerate(prompts)]
 
 
 def _full(logits: Any) -> Tensor:
@@ -135,8 +205,12 @@ def _as_messages(prompt: str) -> list[dict[str, str]]:
 
 def _read(path: str) -> list[list[dict[str, str]]]:
     conversations = []
+    text_file = Path(path).suffix == ".txt"
     for number, line in enumerate(Path(resolve(path)).expanduser().read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
+            continue
+        if text_file:
+            conversations.append(_as_messages(line.strip()))
             continue
         try:
             row = json.loads(line)

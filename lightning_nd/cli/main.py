@@ -14,7 +14,7 @@ from pathlib import Path
 COMMANDS = {
     "fit": ("lightning_nd.cli.app:main_command", "train, validate along the way, export a Hugging Face folder"),
     "validate": ("lightning_nd.cli.app:main_command", "loss and perplexity on data.val"),
-    "test": ("lightning_nd.cli.app:main_command", "loss and perplexity on data.test"),
+    "test": ("lightning_nd.cli.app:main_command", "loss, perplexity, tokens and accuracy on data.test"),
     "predict": ("lightning_nd.cli.app:main_command", "score every row of data.predict"),
     "plan": ("lightning_nd.cli.plan:main_command", "draw who computes and sends what under cp; loads nothing"),
     "verify": ("lightning_nd.cli.verify:main_command", "compare this layout with one process, number by number"),

@@ -59,7 +59,10 @@ def _commands() -> tuple[str, str]:
 
 def _results(cli: NDCLI) -> str:
     metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
-    lines = [f"  {name:<18} {value:.6g}" for name, value in sorted(metrics.items())]
+    lines = [
+        f"  {name:<18} {f'{value:,.0f}' if name.endswith('/tokens') else f'{value:.6g}'}"
+        for name, value in sorted(metrics.items())
+    ]
     if cli.command == "predict":
         callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]
         writer = next((c for c in callbacks if isinstance(c, ScoreWriter)), None)

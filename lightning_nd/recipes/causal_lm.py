@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Batch = dict[str, Tensor]
+_SLICE = 1024
+"""Tokens of each row that are scored at a time."""
 
 
 class CausalLM(LightningModule):
@@ -37,7 +39,8 @@ class CausalLM(LightningModule):
 
     The logged numbers are global and token-weighted, the same for every layout: ``train/loss``, ``train/grad_norm``
     (before clipping), ``train/supervised_tokens`` and ``lr`` for each optimizer step; ``val/loss`` and
-    ``val/perplexity`` for each validation, as sum of nll over sum of tokens.
+    ``val/perplexity`` for each validation, as sum of nll over sum of tokens; ``test/accuracy`` (the supervised tokens
+    that are the likeliest) and ``test/tokens`` besides for a test.
 
     Args:
         model: folder or hub id of the model; ``lightning_nd://quickstart/model`` is a small one of the package.
@@ -106,6 +109,7 @@ class CausalLM(LightningModule):
         self._packing_checked = False
         self._nll = SumMetric(nan_strategy="disable").set_dtype(torch.float64)
         self._tokens = SumMetric(nan_strategy="disable").set_dtype(torch.float64)
+        self._right = SumMetric(nan_strategy="disable").set_dtype(torch.float64)
 
     # ---- life cycle
 
@@ -294,7 +298,13 @@ class CausalLM(LightningModule):
 
     @override
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._add(batch)
+        logits, targets = self._logits_and_targets(batch)
+        # a slice of the rows' tokens at a time: float32 copies of all logits are the largest tensors of a forward
+        for part, wanted in zip(logits.split(_SLICE, 1), targets.split(_SLICE, 1), strict=True):
+            nll = _nll_of_tokens(part, wanted)
+            self._nll.update(nll.sum(dtype=torch.float64))
+            self._right.update(((part.argmax(-1) == wanted) & (wanted != -100)).sum())
+        self._tokens.update((targets != -100).sum())
 
     @override
     def on_test_epoch_end(self) -> None:
@@ -307,25 +317,29 @@ class CausalLM(LightningModule):
         self._tokens.update(count)
 
     def _log_sums(self, name: str) -> None:
-        loss = self._nll.compute() / self._tokens.compute()
-        self._nll.reset()
-        self._tokens.reset()
+        tokens = self._tokens.compute()
+        loss = self._nll.compute() / tokens
         values = {f"{name}/loss": loss.float(), f"{name}/perplexity": loss.exp().float()}
+        if name == "test":
+            values |= {"test/tokens": tokens.float(), "test/accuracy": (self._right.compute() / tokens).float()}
+        for metric in (self._nll, self._tokens, self._right):
+            metric.reset()
         self.log_dict(values, sync_dist=True, batch_size=1)
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Score each row: ``nll`` [rows], summed over its supervised tokens, and their number ``supervised_tokens``."""
-        targets = batch["shift_labels"] if "shift_labels" in batch else shift_labels(batch["labels"])
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", "shift_labels")}
-        logits = self(**inputs).logits
-        logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-        nll = torch.nn.functional.cross_entropy(
-            logits.float().transpose(1, 2), targets, ignore_index=-100, reduction="none"
-        )
+        logits, targets = self._logits_and_targets(batch)
+        nll = _nll_of_tokens(logits, targets)
         # where rows are split over ranks, each has the terms of its own tokens
         nll, counted = gather_sequence(nll, batch), gather_sequence(targets != -100, batch)
         return {"nll": nll.sum(1), "supervised_tokens": counted.sum(1)}
+
+    def _logits_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        targets = batch["shift_labels"] if "shift_labels" in batch else shift_labels(batch["labels"])
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", "shift_labels")}
+        logits = self(**inputs).logits
+        return (logits.full_tensor() if hasattr(logits, "full_tensor") else logits), targets
 
     # ---- export
 
@@ -349,6 +363,13 @@ class CausalLM(LightningModule):
             save_pretrained(self.model, folder, tokenizer=tokenizer, overwrite=True)
         self.exported_to = folder
         rank_zero_info(f"Exported the model to {folder.absolute()}")
+
+
+def _nll_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    """[rows, tokens]: the negative log likelihood of each target in float32, 0 where there is none."""
+    return torch.nn.functional.cross_entropy(
+        logits.float().transpose(1, 2), targets, ignore_index=-100, reduction="none"
+    )
 
 
 def supervised_tokens(batch: Batch) -> Tensor:
