@@ -141,7 +141,7 @@ class NDStrategy(ModelParallelStrategy):
         self._partial: list[nn.Parameter] = []
         self._grad_norm: Tensor | None = None
         self._norm_is_current = False
-        self.loss = loss or LossOptions()
+        self.loss = LossOptions.of(loss)
         #: Token accounting of the current accumulation window.
         self.ledger = TokenLedger()
         #: Global token-mean loss of the last optimizer step; ``None`` where no token loss was computed.

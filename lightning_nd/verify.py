@@ -43,6 +43,7 @@ class Plan:
         clip: largest gradient norm, None without clipping.
         rows: of a global micro-batch.
         length: tokens of its longest row.
+        label_smoothing: of the loss; as in `lightning_nd.loss.LossOptions`, and so is ``z_loss``.
     """
 
     optimizer: dict[str, Any]
@@ -52,6 +53,8 @@ class Plan:
     rows: int = 4
     length: int = 48
     vocabulary: int = _VOCABULARY
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     def batches(self) -> list[Batch]:
         """Right-padded rows of random ids; lengths and numbers of supervised tokens differ strongly between rows.
@@ -176,9 +179,11 @@ def train_reference(folder: Path, plan: Plan) -> Numbers:
         for batch in window:
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+            logits, targets = logits.flatten(0, 1), batch["labels"][:, 1:].flatten()
             nll = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORE, reduction="sum"
+                logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=plan.label_smoothing
             )
+            nll = nll + plan.z_loss * logits[targets != IGNORE].logsumexp(-1).square().sum()
             (nll / tokens).backward()
             loss += nll.item() / tokens
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

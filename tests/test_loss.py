@@ -552,3 +552,12 @@ def test_validation_reports_the_plain_nll_and_reads_logits(pool: Pool) -> None:
             want += [float(nll / count), float(right.double().mean())]
     for got in pool.run(validate, 2, {"dp_shard": 1, "tp": 2}):
         assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_options_from_a_configuration() -> None:
+    options = LossOptions(chunk=64, z_loss=1e-4)
+    assert NDStrategy(loss={"chunk": 64, "z_loss": 1e-4}).loss == options  # type: ignore[arg-type]
+    assert NDStrategy(loss=options).loss is options
+    assert NDStrategy().loss == LossOptions()
+    with pytest.raises(ValueError, match=r"there is no 'chunks'; options are chunk, kernel, label_smoothing, z_loss"):
+        NDStrategy(loss={"chunks": 64})  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from parity import Layout, train_parallel
 from pool import Pool, WorkerError
 from reference import Run, adamw, compare, make_batches, relative, train
 
+from lightning_nd.loss import LossOptions
+
 STEPS, ACCUMULATE, CLIP = 5, 2, 1.0
 FIRST_STEP = 1e-5  # loss, gradient norm, gradients
 TRAINED = 1e-4  # weights after STEPS
@@ -65,7 +67,7 @@ def run_layout(
     trainer = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": CLIP} | (trainer or {})
     return pool.run(
         train_parallel,
-        replicate * shard * tp,
+        replicate * shard * tp * strategy.get("cp", 1),
         family,
         layout,
         batches,
@@ -154,6 +156,29 @@ def test_untied_embeddings(pool: Pool, layout: Layout) -> None:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_odd_vocabulary(pool: Pool, tied: bool, layout: Layout) -> None:
     check_layout(pool, "llama", layout, {"vocab_size": 257, "tie_word_embeddings": tied}, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "cp", "overrides"),
+    [
+        ("llama", (1, 1, 2), 1, {"vocab_size": 257}),
+        ("llama", (1, 2, 2), 1, {"tie_word_embeddings": True}),
+        ("granite", (1, 2, 2), 1, {}),
+        ("gemma3", (2, 2, 1), 1, {}),
+        ("llama", (1, 1, 2), 2, {"vocab_size": 257, "tie_word_embeddings": True}),
+        ("granite", (1, 2, 1), 2, {}),
+        ("qwen3_moe", (1, 1, 4), 1, {}),
+    ],
+    ids=name_of,
+)
+def test_loss_in_chunks(pool: Pool, family: str, layout: Layout, cp: int, overrides: dict[str, Any]) -> None:
+    """Elsewhere the tokens of a batch are one chunk. Accumulation and clipping as in every test here."""
+    check_layout(pool, family, layout, overrides, steps=2, cp=cp, loss=LossOptions(chunk=5))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_all_logits_at_once(pool: Pool, family: str) -> None:
+    check_layout(pool, family, (1, 2, 2), steps=2, loss=LossOptions(chunk=None))
 
 
 KV_HEADS: list[tuple[int, int, Layout]] = [

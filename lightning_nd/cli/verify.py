@@ -81,6 +81,8 @@ def main_command(command: str, args: list[str]) -> int:
         clip=clip,
         rows=2 * strategy.dims.data,
         vocabulary=vocabulary,
+        label_smoothing=strategy.loss.label_smoothing,
+        z_loss=strategy.loss.z_loss,
     )
     module = VerifyModule(plan, None if small else Path(source), small)
     trainer.fit(module)

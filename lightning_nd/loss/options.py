@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 
@@ -36,6 +37,20 @@ class LossOptions:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     kernel: str = "auto"
+
+    @classmethod
+    def of(cls, given: LossOptions | Mapping[str, Any] | None) -> LossOptions:
+        """Options as they are, from a mapping of a configuration file, or the defaults for None.
+
+        Raises:
+            ValueError: for names that are no options.
+        """
+        if isinstance(given, Mapping):
+            names = {field.name for field in fields(cls)}
+            if unknown := [name for name in given if name not in names]:
+                raise ValueError(f"LossOptions: there is no {unknown[0]!r}; options are {', '.join(sorted(names))}.")
+            return cls(**given)
+        return cls() if given is None else given
 
     def __post_init__(self) -> None:
         from lightning_nd.loss.kernels import KERNELS
