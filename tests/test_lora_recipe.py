@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from parity import full, full_grads
 from pool import Pool, tiny_trainer
 from reference import Run, adamw, compare, make_batches, rows_of, train
+from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -18,12 +21,14 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_nd import NDStrategy
+from lightning_nd.checkpoint import save_adapter
+from lightning_nd.data import ChatDataModule
 from lightning_nd.recipes import CausalLM, LoRA
 
 peft = pytest.importorskip("peft")
 SEED = 7
 LORA: dict[str, Any] = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
-LAYOUTS = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}]
+LAYOUTS = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2, "tp": 2}, {"cp": 2, "tp": 2}]
 
 
 def optimizer(parameters: Any) -> torch.optim.AdamW:
@@ -180,7 +185,7 @@ def test_a_run_goes_on_on_another_layout_and_merges(
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-5)
 
 
-def test_frozen_weights_stay_bfloat16_and_one_file_resumes(pool: Pool, folder: Path, tmp_path: Path) -> None:
+def test_D09_frozen_weights_stay_bfloat16_and_one_file_resumes(pool: Pool, folder: Path, tmp_path: Path) -> None:
     given: Any = {"out": tmp_path, "export": False, "timeout": 120, "rslora": True}
     mixed = {"precision": "bf16-mixed"}
     losses, _, _, weights, _ = pool.run(fit, 2, folder, {"dp_shard": 2}, epochs=2, trainer=mixed, **given)[0]
@@ -198,6 +203,79 @@ def test_frozen_weights_stay_bfloat16_and_one_file_resumes(pool: Pool, folder: P
         assert torch.equal(second[3][name], weight)
         if "lora_" not in name:
             assert torch.equal(weight, stored[name.replace("base_layer.", "")]), name
+
+
+def restore(rank: int, world: int, folder: Path, out: Path) -> None:
+    """Fill the shards with what tells ranks apart, save, spoil, load."""
+    os.environ["PL_GLOBAL_SEED"] = str(SEED)
+    module = Recipe(str(folder / "model"), lora=LoRA(**LORA), export=False)
+    strategy = NDStrategy(dp_shard=2)
+    trainer = tiny_trainer(rank, world, strategy, max_steps=1, use_distributed_sampler=False, gradient_clip_val=0.5)
+    trainer.fit(module)
+    pairs = {name: p for name, p in module.model.named_parameters() if "lora_" in name}
+    for number, parameter in enumerate(pairs.values()):
+        parameter.data.to_local().fill_(100 * number + rank + 1)
+    expected = {name: full(p.detach()) for name, p in pairs.items()}
+    trainer.save_checkpoint(out / "filled.ckpt")
+    save_adapter(module.model, out / "adapter", base=str(folder / "model"))
+    for parameter in pairs.values():
+        parameter.data.zero_()
+    strategy.load_checkpoint(out / "filled.ckpt")
+    for number, (name, parameter) in enumerate(pairs.items()):
+        local = parameter.to_local()
+        assert torch.equal(local, torch.full_like(local, 100 * number + rank + 1)), name
+    exported = load_file(out / "adapter" / "adapter_model.safetensors")
+    assert len(exported) == len(expected)
+    for name, value in expected.items():
+        assert torch.equal(exported["base_model.model." + name.replace(".default.", ".")], value), name
+    other = Recipe(str(folder / "model"), lora=LoRA(**(LORA | {"alpha": 4})), export=False)
+    goes_on = tiny_trainer(rank, world, NDStrategy(dp_shard=2), max_steps=2, use_distributed_sampler=False)
+    with pytest.raises(ValueError, match="alpha was 8 and is 4"):
+        goes_on.fit(other, ckpt_path=str(out / "filled.ckpt"))
+
+
+def test_C16_every_rank_gets_its_shards_back_and_the_export_has_all(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    pool.run(restore, 2, folder, tmp_path, timeout=120)
+
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "ab" * n}]}
+    for n in (1, 9, 3, 14, 2, 6, 5, 11)
+]
+
+
+def fit_packed(rank: int, world: int, folder: Path, file: Path, degrees: dict[str, int]) -> list[float]:
+    os.environ["PL_GLOBAL_SEED"] = str(SEED)
+    module = Recipe(str(folder / "model"), lora=LoRA(**LORA), export=False)
+    module.train_dataloader = LightningModule.train_dataloader.__get__(module)  # type: ignore[method-assign]
+    data = ChatDataModule(str(file), max_length=64, packing=True, micro_batch_size=1)
+    # all rows are one step: in which pack they lie, and who reads it, does not matter
+    options: Any = {"max_epochs": 3, "accumulate_grad_batches": 100, "gradient_clip_val": 0.5}
+    trainer = tiny_trainer(rank, world, NDStrategy(**degrees), use_distributed_sampler=False, **options)  # type: ignore[arg-type]
+    losses: list[float] = []
+    module.on_train_epoch_end = lambda: losses.append(float(trainer.strategy.step_loss))  # type: ignore[attr-defined, method-assign]
+    module.on_train_batch_end = lambda *_: None  # type: ignore[method-assign, assignment]
+    trainer.fit(module, datamodule=data)
+    return losses
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS[:3], ids=name_of)
+def test_packed_rows_train_pairs_as_single_rows_do(
+    pool: Pool, folder: Path, tmp_path: Path, degrees: dict[str, int]
+) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = ChatDataModule(str(file), max_length=64, tokenizer=str(folder / "model"), shuffle=False)
+    data.setup("fit")
+    rows = list(data._loader("train", shuffle=False, micro_batch_size=1))
+    assert len(rows) == len(ROWS)
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    torch.manual_seed(SEED)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, config).train()
+    run = train(model, rows * 3, accumulate=len(rows), clip_norm=0.5, optimizer=optimizer)
+    losses = pool.run(fit_packed, 2, folder, file, degrees, timeout=120)[0]
+    assert losses == pytest.approx(run.losses, rel=1e-5)
 
 
 def test_an_adapter_is_a_start(pool: Pool, folder: Path, tmp_path: Path) -> None:
