@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -561,3 +562,35 @@ def test_options_from_a_configuration() -> None:
     assert NDStrategy().loss == LossOptions()
     with pytest.raises(ValueError, match=r"there is no 'chunks'; options are chunk, kernel, label_smoothing, z_loss"):
         NDStrategy(loss={"chunks": 64})  # type: ignore[arg-type]
+
+
+def uneven_slices(rank: int, world_size: int) -> tuple[float, Tensor]:
+    from lightning_nd.loss import options
+    from lightning_nd.loss.chunked import VocabularySlice
+
+    x, weight, targets = uneven_inputs()
+    part = VocabularySlice(torch.distributed.group.WORLD, 129 * rank, 257)  # type: ignore[arg-type]
+    own = weight[129 * rank : 129 * (rank + 1)].clone().requires_grad_()
+    # 20 tokens of 128 logits each would fit, 19 of 129
+    with mock.patch.dict(options._BUDGET, cpu=4 * 128 * 20), mock.patch.object(options, "_FEWEST", 1):
+        nll, _ = nll_sum(PendingLogits(((Product(x, own, None), 1.0),), part=part), targets)
+    nll.backward()
+    assert own.grad is not None
+    return nll.item(), own.grad
+
+
+def uneven_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 8, generator=generator) for n in (400, 257))
+    return x, weight, torch.randint(257, (400,), generator=generator)
+
+
+def test_tp_ranks_with_unequal_slices_make_the_same_chunks(pool: Pool) -> None:
+    x, weight, targets = uneven_inputs()
+    weight = weight.double().requires_grad_()
+    nll = F.cross_entropy(x.double() @ weight.t(), targets, reduction="sum")
+    nll.backward()
+    (first, top), (second, bottom) = pool.run(uneven_slices, 2)
+    assert first == second == pytest.approx(nll.item(), rel=1e-6)
+    assert weight.grad is not None
+    assert (torch.cat([top, bottom]) - weight.grad).abs().max() < 1e-6 * weight.grad.abs().max()

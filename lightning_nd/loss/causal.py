@@ -115,11 +115,14 @@ def _take_apart(
         x = product.x.reshape(-1, product.x.shape[-1])
         x = x if len(kept) == len(flat) else x[index]
         pairs.append((x if scale == 1.0 else x * scale, product.weight))
-    chunk = options.tokens_per_chunk(len(kept), products[0].weight.shape[0], kept.device)
+    # Slices may differ in length, and every tp rank must make the same chunks.
+    part = logits.part
+    rows = products[0].weight.shape[0] if part is None else -(-part.width // part.group.size())
+    chunk = options.tokens_per_chunk(len(kept), rows, kept.device)
     bias = products[0].bias if logits.terms[0][1] == 1.0 else None
     if bias is None and products[0].bias is not None:
         return None
-    return pairs, bias, kept, Recipe(logits.function(), chunk, *options.extras, logits.part)
+    return pairs, bias, kept, Recipe(logits.function(), chunk, *options.extras, part)
 
 
 def global_token_mean(nll: Tensor, tokens: Tensor, ledger: TokenLedger, group: ProcessGroup | None) -> Tensor:
