@@ -20,6 +20,7 @@ from lightning_nd.data.isolation import check_isolation
 from lightning_nd.loss import shift_labels
 from lightning_nd.parallelize.context import gather_sequence
 from lightning_nd.recipes.lora import LoRA
+from lightning_nd.recipes.neftune import noise
 from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, configure_optimizers
 from lightning_nd.recipes.overrides import apply_overrides, check_length
 from lightning_nd.recipes.rate import Scaling
@@ -55,6 +56,8 @@ class CausalLM(LightningModule):
         lr_scaling: ``"linear"`` or ``"sqrt"``: the optimizer's rate is for ``reference_batch``, and follows the rows of
             an optimizer step (micro-batch × accumulation × data ranks; packs, where rows are packed).
         reference_batch: rows per optimizer step for which the rate was found.
+        neftune: size of the noise on the embeddings of training rows (Jain et al. 2023), 5 to 15; the same for a row on
+            every data rank, refused under tp and cp.
         export: write the model as a Hugging Face folder when the fit ends. With ``lora`` that is a peft adapter, or
             the whole model with the pairs added to its weights for ``"merged"``.
         export_dir: where; ``<default_root_dir>/export`` when None.
@@ -79,6 +82,7 @@ class CausalLM(LightningModule):
         lora: LoRA | None = None,
         lr_scaling: Literal["none", "linear", "sqrt"] = "none",
         reference_batch: int | None = None,
+        neftune: float | None = None,
         trust_remote_code: bool = False,
         export: bool | Literal["merged"] = True,
         export_dir: str | None = None,
@@ -99,6 +103,9 @@ class CausalLM(LightningModule):
         vocabulary = resolve(os.path.expanduser(tokenizer)) if tokenizer else self.source
         self.tokenizer = read_tokenizer(vocabulary, trust_remote_code=trust_remote_code)
         check_vocabulary(self.config, self.tokenizer, vocabulary)
+        if neftune is not None and neftune <= 0:
+            raise ValueError(f"neftune is {neftune}; the noise is a positive number, 5 to 15 in the paper, or none.")
+        self._noise: Tensor | None = None
         if self.lora is not None:
             self.strict_loading = (
                 False  # of the names that checkpoints leave out; load_state_dict is strict on the rest
@@ -116,6 +123,12 @@ class CausalLM(LightningModule):
     @override
     def setup(self, stage: str) -> None:
         self.preflight(getattr(self._trainer, "datamodule", None))
+        dims = getattr(getattr(self._trainer, "strategy", None), "dims", None)
+        if stage == "fit" and self.hparams["neftune"] is not None and dims is not None and dims.cp * dims.tp > 1:
+            raise ValueError(
+                f"neftune: under cp={dims.cp}, tp={dims.tp} ranks hold parts of the embeddings, and the noise of one"
+                " process would not come out. Use dp_shard, or leave it out."
+            )
         if stage == "fit" and self.hparams["export"] and self.hparams["export_dir"]:
             folder = Path(self.hparams["export_dir"]).expanduser()
             if folder.is_dir() and any(folder.iterdir()):
@@ -171,6 +184,8 @@ class CausalLM(LightningModule):
                 f" {kept[lost]!r}. Give it in the form that its config.json has."
             )
         self._add_pairs(self.model)
+        if self.hparams["neftune"] is not None:
+            self.model.get_input_embeddings().register_forward_hook(self._add_noise)
         self.model.train()
         if not isinstance(self.trainer.strategy, NDStrategy):
             # NDStrategy fills the weights after it has sharded the empty model
@@ -255,9 +270,17 @@ class CausalLM(LightningModule):
                 exact=self.trainer.precision in ("32-true", "64-true") and self.hparams["dtype"] in ("auto", "float32"),
             )
 
+    def _add_noise(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
+        return None if self._noise is None else output + self._noise.to(output.dtype)
+
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if (alpha := self.hparams["neftune"]) is not None:
+            width = self.config.get_text_config().hidden_size
+            seed, mask = int(os.environ.get("PL_GLOBAL_SEED", "0")), batch.get("attention_mask")
+            self._noise = noise(batch["input_ids"], mask, width, alpha, seed, self.trainer.global_step)
         loss: Tensor = self(**batch).loss
+        self._noise = None
         count = supervised_tokens(batch)
         nll = weighted(loss.detach(), count)
         self._window = (nll, count) if self._window is None else (self._window[0] + nll, self._window[1] + count)

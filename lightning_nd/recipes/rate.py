@@ -56,7 +56,7 @@ class Batch:
         """The arithmetic, for the log."""
         words = (
             f"Optimizer step: {self.micro_batch} {self.what}s × {self.accumulate} accumulated × {self.data_ranks} data"
-            f" ranks = {self.rows} {self.what}s"
+            f" rank{'s' if self.data_ranks > 1 else ''} = {self.rows} {self.what}s"
         )
         if self.max_length:
             words += f", at most {self.rows} × {self.max_length:,} = {self.rows * self.max_length:,} tokens"
