@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 #: The order of a step; a rank that is earlier in it is behind.
-PHASES = ("setup", "data", "forward", "backward", "optimizer", "validation", "saving")
+PHASES = ("setup", "loading", "data", "forward", "backward", "optimizer", "validation", "saving")
 _RECORD = 256  # bytes: one short write, seen whole or not at all
 
 

@@ -23,9 +23,11 @@ from typing import Any, Literal
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_nd.checkpoint.last import settle
 from lightning_nd.faults import read_progress
 from lightning_nd.mesh import Degree, ParallelDims
 
@@ -185,6 +187,25 @@ class RankFailedError(RuntimeError):
     """A rank failed; the message holds its rank, host, step, phase and traceback."""
 
 
+class InProcess(_Launcher):
+    """Calls the Trainer's function in this process, the only one."""
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        if trainer is not None:
+            args, kwargs = settle(trainer, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        pass
+
+
 class LocalLauncher(_SubprocessScriptLauncher):
     """Starts one process per device of this node, and ends all of them when one fails.
 
@@ -213,6 +234,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         environment = self.cluster_environment
+        if trainer is not None:
+            args, kwargs = settle(trainer, function, args, kwargs)
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         LocalLauncher._launches += 1
         # A child comes by the launches that its parent refused before there were children; it must refuse them too.

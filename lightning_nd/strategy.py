@@ -18,7 +18,7 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -26,8 +26,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_nd import gradients
+from lightning_nd.checkpoint.saver import Saver
+from lightning_nd.checkpoint.strategy import CheckpointedStrategy
 from lightning_nd.faults import Progress
-from lightning_nd.launch import _REPORTS, LocalLauncher, RankFailedError, check_world, is_interactive
+from lightning_nd.launch import _REPORTS, InProcess, LocalLauncher, RankFailedError, check_world, is_interactive
 from lightning_nd.loaders import SameRows, split_loader
 from lightning_nd.loss import LossOptions, TokenLedger, install_loss
 from lightning_nd.mesh import Degree, Meshes, ParallelDims
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class NDStrategy(ModelParallelStrategy):
+class NDStrategy(CheckpointedStrategy):
     """Train one model over ``dp_replicate × dp_shard × cp × tp`` ranks with the numbers of one process.
 
     A `LightningModule` that holds a transformers causal LM and returns ``self.model(**batch).loss`` runs unchanged: the
@@ -81,6 +83,8 @@ class NDStrategy(ModelParallelStrategy):
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: free gathered parameters after forward; see `torch.distributed.fsdp.fully_shard`.
         save_distributed_checkpoint: each rank saves its shards (a folder), or rank 0 saves all (one file).
+        async_checkpoint: training goes on while a checkpoint is written; at most one at a time, and what goes wrong is
+            raised at the next step.
         process_group_backend: default: NCCL on CUDA, gloo on CPU.
         timeout: of every process group, those of the meshes included.
         error_if_nonfinite: stop all ranks before the optimizer step if a gradient is not finite, naming step and
@@ -111,6 +115,7 @@ class NDStrategy(ModelParallelStrategy):
         cpu_offload: bool = False,
         reshard_after_forward: bool | int = True,
         save_distributed_checkpoint: bool = True,
+        async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         error_if_nonfinite: bool = False,
@@ -131,6 +136,8 @@ class NDStrategy(ModelParallelStrategy):
         self._cpu_offload = cpu_offload
         self._reshard_after_forward = reshard_after_forward
         self._error_if_nonfinite = error_if_nonfinite
+        self._async_checkpoint = async_checkpoint
+        self.checkpoints_to_try = []
         self._dims: ParallelDims | None = None
         self._meshes: Meshes | None = None
         self._context: ContextParallel | None = None
@@ -211,6 +218,8 @@ class NDStrategy(ModelParallelStrategy):
         if self.dims.world_size > 1 or self.cluster_environment.creates_processes_externally:
             check = partial(preflight, dims=self.dims, tp_plan=self._tp_plan)
             self._launcher = LocalLauncher(self.cluster_environment, self.num_processes, self.num_nodes, check)
+        else:
+            self._launcher = InProcess()
 
     @override
     def set_world_ranks(self) -> None:
@@ -231,6 +240,8 @@ class NDStrategy(ModelParallelStrategy):
         self._setup_distributed()
         self._meshes = self.dims.build_meshes(self.root_device.type, self._timeout)
         self._device_mesh = self._meshes.axes
+        sharded, in_background = self._save_distributed_checkpoint, self._async_checkpoint
+        self._saver = Saver(self.dims.as_dict(), sharded, in_background, self._timeout)
         if self.dims.cp > 1 and self._context is None:  # a second stage keeps what the model has told the first
             self._context = ContextParallel(
                 self._meshes.cp.get_group(),
@@ -274,14 +285,13 @@ class NDStrategy(ModelParallelStrategy):
         roots.sync_metrics_over(self.lightning_module, self.meshes.loss.get_group())
         self.model_to_device()
         self.barrier()
-        if self._save_distributed_checkpoint and trainer.checkpoint_callbacks and trainer.state.fn == TrainerFn.FITTING:
-            roots.check_saveable(self.lightning_module)
         rank_zero_info(roots.describe(self.lightning_module, self.dims))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             roots.check_optimizers(self.lightning_module, self.optimizers)
             if words := roots.small_steps(self.optimizers):
                 rank_zero_warn(words)
+            self.saver.check_target(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -330,6 +340,7 @@ class NDStrategy(ModelParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.ledger.discard()  # what validation or a skipped batch has left
+        self.saver.restore_random()
         self._mark("forward", *args[:1])
         return super().training_step(*args, **kwargs)
 
@@ -347,6 +358,7 @@ class NDStrategy(ModelParallelStrategy):
         # Lightning runs forward and backward inside the optimizer's step.
         result = super().optimizer_step(*args, **kwargs)
         self._mark("data", ahead=1)  # the Trainer counts the step when we return
+        self.agree_to_go_on()
         return result
 
     @contextmanager
@@ -452,18 +464,9 @@ class NDStrategy(ModelParallelStrategy):
                 self._progress.see(seen)
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._mark("saving")  # the first thing that Lightning asks for; hooks of the model and callbacks come next
-        return super().lightning_module_state_dict()
-
-    @override
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super().save_checkpoint(*args, **kwargs)
-        self._mark("data")
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         """Add to an error where it happened, who is behind, and what to change."""
+        self.save_before_the_end(exception)
         if isinstance(exception, RankFailedError) or getattr(exception, "__notes__", None):
             return  # another rank's story, or told already: the launcher asks first, for its report
         if self._progress is not None and isinstance(exception, Exception):

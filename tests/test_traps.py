@@ -121,22 +121,6 @@ def test_refused_with_reason(
         assert part in refusal.value.message
 
 
-def _packed_with_checkpoints(rank: int, world_size: int, folder: str) -> None:
-    fit(
-        rank,
-        world_size,
-        Module(lambda: make_model("mixtral")),
-        NDStrategy(tp=2),
-        enable_checkpointing=True,
-        default_root_dir=folder,
-    )
-
-
-def test_sharded_checkpoint_of_packed_experts_is_refused_before_training(pool: Pool, tmp_path: Any) -> None:
-    with pytest.raises(WorkerError, match="gate_up_proj packs several matrices"):
-        pool.run(_packed_with_checkpoints, 2, str(tmp_path))
-
-
 # -- memory and dtypes ------------------------------------------------------------------------------------------------
 
 

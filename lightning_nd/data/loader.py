@@ -57,6 +57,13 @@ class StatefulLoader(DataLoader[Any]):
     """
 
     _handed_out = 0
+    #: The state that was loaded, until the next epoch.
+    resumed: dict[str, Any] | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # A generator of its own: workers' seeds must not change what the run draws, or a resumed run would differ.
+        options.setdefault("generator", torch.Generator().manual_seed(0))
+        super().__init__(*args, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Batches from the place that was loaded on, then whole epochs."""
@@ -66,15 +73,29 @@ class StatefulLoader(DataLoader[Any]):
             yield batch
         if isinstance(self.sampler, GlobalOrderSampler):
             self.sampler.position, self._handed_out = 0, self.sampler.batches
+        self.resumed = None
+
+    @property
+    def rows_per_batch(self) -> int | None:
+        """Rows that all ranks together read in one micro-batch."""
+        return self.sampler.rows_per_batch if isinstance(self.sampler, GlobalOrderSampler) else None
+
+    def batches_before(self) -> int | None:
+        """Micro-batches of this layout before the place in the epoch; those left are as many as there are rows for."""
+        sampler = self.sampler
+        if not isinstance(sampler, GlobalOrderSampler):
+            return None
+        return sampler.batches - -(-(sampler.rows - sampler.position) // sampler.rows_per_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """The place behind the last batch handed out."""
         if not isinstance(self.sampler, GlobalOrderSampler):
             return {}
-        return self.sampler.state_dict(self._handed_out)
+        return {**self.sampler.state_dict(self._handed_out), "rows_per_batch": self.rows_per_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next iteration at a saved place."""
         self._handed_out = 0
         if state and isinstance(self.sampler, GlobalOrderSampler):
             self.sampler.load_state_dict(state)
+            self.resumed = state

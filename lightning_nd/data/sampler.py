@@ -9,6 +9,8 @@ from typing_extensions import override
 
 from lightning_nd.data.order import Group, Item, RowOrder
 
+_PLACE = ("seed", "epoch", "position", "rows_per_batch")
+
 
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Deals a global order out to data ranks, each row (or pack, see ``order``) to exactly one of them.
@@ -109,7 +111,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
         """
         here = {"shuffle": self.shuffle, **self.order.identity}
-        there = {name: value for name, value in state.items() if name not in ("seed", "epoch", "position")}
+        there = {name: value for name, value in state.items() if name not in _PLACE}
         if state["position"] and there != here:
             raise ValueError(
                 f"{type(self).__name__}: the checkpoint stands at {self.order.what} {state['position']} of an epoch "

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 #: So many rows are looked at before training starts.
 HEAD = 100
+_PLACE = ("seed", "epoch", "position", "rows_per_batch")
 
 
 class StreamDataset(IterableDataset[Batch]):
@@ -153,9 +154,12 @@ class StreamLoader(DataLoader[Any]):
     dataset: StreamDataset
     _used = 0
     _begun = False
+    #: The state that was loaded, until the next epoch.
+    resumed: dict[str, Any] | None = None
 
     def __init__(self, dataset: StreamDataset, **options: Any) -> None:
         # Fresh workers every epoch: they hold copies of the dataset, which are told the epoch by being made.
+        options.setdefault("generator", torch.Generator().manual_seed(0))  # see StatefulLoader
         super().__init__(dataset, batch_size=None, persistent_workers=False, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -176,7 +180,17 @@ class StreamLoader(DataLoader[Any]):
         """The place behind the last batch that was used, the same on every rank and good for any layout."""
         data = self.dataset
         position = data.position + self._used * data.rows_per_batch
-        return {"seed": data.seed, "epoch": data.epoch, "position": position, **data.identity}
+        place = {"seed": data.seed, "epoch": data.epoch, "position": position, "rows_per_batch": data.rows_per_batch}
+        return {**place, **data.identity}
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows that all ranks together read in one micro-batch."""
+        return self.dataset.rows_per_batch
+
+    def batches_before(self) -> int:
+        """Micro-batches of this layout before the place in the epoch."""
+        return -(-self.dataset.position // self.rows_per_batch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next iteration at a saved place.
@@ -186,7 +200,7 @@ class StreamLoader(DataLoader[Any]):
 
         """
         data = self.dataset
-        there = {name: value for name, value in state.items() if name not in ("seed", "epoch", "position")}
+        there = {name: value for name, value in state.items() if name not in _PLACE}
         if state and state["position"] and there != data.identity:
             raise ValueError(
                 f"{type(self).__name__}: the checkpoint stands at row {state['position']} of {there}; the data is now "
@@ -194,4 +208,4 @@ class StreamLoader(DataLoader[Any]):
             )
         if state:
             data.seed, data.epoch, data.position = state["seed"], state["epoch"], state["position"]
-            self._used, self._begun = 0, False
+            self._used, self._begun, self.resumed = 0, False, state

@@ -86,29 +86,6 @@ def check_objective(model: nn.Module, dims: ParallelDims) -> None:
         )
 
 
-def check_saveable(module: nn.Module) -> None:
-    """Refuse sharded checkpoints of packed weights that are split by tp.
-
-    A rank's part of such a weight is not one rectangle, which torch.distributed.checkpoint cannot write.
-
-    Raises:
-        ValueError: naming the parameter.
-    """
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    for name, parameter in module.named_parameters():
-        # The last mesh axis is tp; on it a strided shard is a packed weight, on the others FSDP2 over tp.
-        if isinstance(parameter, DTensor) and isinstance(parameter.placements[-1], _StridedShard):
-            if (parameter.device_mesh.mesh_dim_names or ())[-1:] != ("tp",):
-                continue
-            raise ValueError(
-                f"NDStrategy: {name} packs several matrices and is split by tp, and sharded checkpoints of it are not"
-                " supported yet. Use save_distributed_checkpoint=False, Trainer(enable_checkpointing=False) with"
-                " lightning_nd.save_pretrained at the end, or tp=1."
-            )
-
-
 def sync_metrics_over(module: nn.Module, group: ProcessGroup) -> None:
     """Let torchmetrics sync over the ranks that hold different tokens; over the world, tp peers would count again."""
     from torchmetrics import Metric

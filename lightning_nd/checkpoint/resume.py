@@ -1,0 +1,254 @@
+"""The place of a run beside its weights: counters of the loops, place in the data, random states, what must agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_nd.checkpoint.manifest import CheckpointError, Manifest
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+# -- random states ----------------------------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Tensor]:
+    """The state of this process's generators, as tensors."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state())
+    assert version == 3
+    assert kind == "MT19937"
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.append(keys.astype(np.int64), [position, has_gauss])),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor]) -> None:
+    """Continue with the states that `random_state` gave."""
+    torch.set_rng_state(state["torch"])
+    gauss = state["python_gauss"].tolist()
+    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+    *keys, position, has_gauss = state["numpy"].tolist()
+    cached = float(state["numpy_gauss"])
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def shared_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """The states of all ranks, equal ones once."""
+    kept: list[Mapping[str, Tensor]] = []
+    numbers: dict[bytes, int] = {}
+    ranks = []
+    for state in states:
+        key = hashlib.sha256(b"".join(state[k].numpy().tobytes() for k in sorted(state))).digest()
+        if key not in numbers:
+            numbers[key] = len(kept)
+            kept.append(state)
+        ranks.append(numbers[key])
+    return {"states": kept, "of_rank": ranks}
+
+
+def state_of_rank(saved: Mapping[str, Any], rank: int, same_layout: bool) -> Mapping[str, Tensor]:
+    """This rank's own state on the layout that saved it; on another one rank 0's, for all ranks."""
+    return saved["states"][saved["of_rank"][rank if same_layout else 0]]
+
+
+# -- loops and data ---------------------------------------------------------------------------------------------------
+
+
+def rewind_window(checkpoint: dict[str, Any], accumulate: int, automatic: bool) -> int:
+    """Move a checkpoint from inside an accumulation window to the window's begin; returns the micro-batches moved.
+
+    The gradients of a window that is not complete are not saved: its micro-batches are read again.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop")
+    if loops is None or accumulate == 1 or not automatic:
+        return 0
+    progress = loops["epoch_loop.batch_progress"]
+    inside = progress["current"]["processed"] % accumulate
+    if not inside or progress["is_last_batch"]:
+        return 0
+    for counts in (progress["current"], progress["total"]):
+        at = counts["processed"] - inside
+        # `started` one behind: neither at the end of a batch nor of a validation, of which Lightning asks
+        counts.update(ready=at, started=at - 1, processed=at, completed=at)
+    states = loops["state_dict"].get("combined_loader") or []
+    for i, state in enumerate(states):
+        if isinstance(state, dict) and "rows_per_batch" in state:
+            states[i] = {**state, "position": state["position"] - inside * state["rows_per_batch"]}
+    return inside
+
+
+def fit_to_layout(fit_loop: Any) -> None:
+    """Count the batches of this layout that lie before the place in the data, where others had been counted.
+
+    Called once the loaders have been given their places.
+    """
+    loop = fit_loop.epoch_loop
+    loader = fit_loop._combined_loader
+    places = [one for one in (loader.flattened if loader is not None else []) if getattr(one, "resumed", None)]
+    if len(places) != 1 or not fit_loop.restarting:
+        return
+    progress = loop.batch_progress
+    there, here = places[0].resumed.get("rows_per_batch"), places[0].rows_per_batch
+    if there is None or there == here:
+        return
+    before = places[0].batches_before()
+    if before is None or (progress.is_last_batch and before == 0):  # at the end of an epoch
+        before = fit_loop.max_batches if progress.is_last_batch else 0
+    if before == float("inf"):
+        return
+    change = int(before) - progress.current.processed
+    for counts in (progress.current, progress.total):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counts, name, getattr(counts, name) + change)
+
+
+# -- what must agree --------------------------------------------------------------------------------------------------
+
+
+def describe_models(module: nn.Module) -> dict[str, Any]:
+    """Class and configuration of each transformers model in a module, and of the module itself."""
+    from transformers import PreTrainedModel
+
+    from lightning_nd.checkpoint import _transformers as hf
+
+    found: dict[str, Any] = {
+        "": {"class": type(module).__name__, "parameters": sum(p.numel() for p in module.parameters())}
+    }
+    for name, part in module.named_modules():
+        outer = any(name.startswith(f"{other}.") for other in found if other)
+        if isinstance(part, PreTrainedModel) and not outer:
+            config = json.loads(part.config.to_json_string(use_diff=False))
+            volatile = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation")
+            config = {key: value for key, value in config.items() if key not in volatile}
+            found[hf.clean_name(name)] = {"class": hf.plain_class(part).__name__, "config": config}
+    return found
+
+
+def describe_recipe(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a resumed run must agree on (``must``), and what changes its numbers if it does not (``should``)."""
+    data: Any = getattr(trainer, "datamodule", None)
+    must: dict[str, Any] = {"lr_schedulers": [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs]}
+    tokenizer: Any = getattr(data, "tokenizer", None)
+    if callable(getattr(tokenizer, "get_vocab", None)):
+        vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+        must["tokenizer"] = {
+            "size": len(tokenizer),
+            "vocabulary": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
+            "template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
+        }
+    loader = trainer.fit_loop._combined_loader
+    rows = [
+        one.rows_per_batch for one in (loader.flattened if loader is not None else []) if hasattr(one, "rows_per_batch")
+    ]
+    should: dict[str, Any] = {"precision": str(trainer.precision)}
+    if len(rows) == 1:
+        should["rows per optimizer step"] = rows[0] * trainer.accumulate_grad_batches
+    return {"must": must, "should": should}
+
+
+def model_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Words for how the models of a checkpoint and of a module differ; empty if they do not."""
+    words = []
+    for name in sorted(set(saved) & set(here)):
+        there, now = saved[name], here[name]
+        if name and there["class"] != now["class"]:
+            words.append(f"{name} was a {there['class']} and is a {now['class']}")
+        a, b = there.get("config", {}), now.get("config", {})
+        changed = [
+            f"{key} was {a.get(key)} and is {b.get(key)}" for key in sorted(set(a) | set(b)) if a.get(key) != b.get(key)
+        ]
+        words += [f"{name}.config.{text}" for text in changed[:6]]
+    return f" ({'; '.join(words)}.)" if words else ""
+
+
+def check_recipe(manifest: Manifest, trainer: pl.Trainer) -> None:
+    """Refuse to go on with what would train on other numbers; called when the loaders are there.
+
+    Raises:
+        CheckpointError: another tokenizer or another kind of learning rate schedule, saying which.
+    """
+    here, saved = describe_recipe(trainer), manifest.recipe
+    if not saved:
+        return
+    there = saved["must"].get("tokenizer"), here["must"].get("tokenizer")
+    if all(there) and there[0] != there[1]:
+        what = [key for key in there[0] if there[0][key] != there[1][key]]
+        raise CheckpointError(
+            f"The tokenizer is not that of the checkpoint: {' and '.join(what)} differ"
+            f" ({there[0]['size']} tokens then, {there[1]['size']} now). Resume with the same tokenizer and chat"
+            " template."
+        )
+    changed = [
+        f"{key} was {value} and is {here['should'][key]}"
+        for key, value in saved["should"].items()
+        if key in here["should"] and here["should"][key] != value
+    ]
+    if changed:
+        rank_zero_warn(
+            f"NDStrategy: {'; '.join(changed)}: from here on the run will not be the one that was interrupted. Rows per"
+            " step are micro_batch_size × data ranks × accumulate_grad_batches."
+        )
+
+
+def check_schedulers(saved: Mapping[str, Any], trainer: pl.Trainer, states: list[Any]) -> list[Any]:
+    """The states for the schedulers that there are now.
+
+    Raises:
+        CheckpointError: a scheduler is of another kind than the saved one.
+    """
+    then = saved.get("must", {}).get("lr_schedulers", [])
+    now = [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs]
+    for a, b in zip(then, now, strict=False):
+        if a != b:
+            raise CheckpointError(
+                f"The checkpoint's learning rate schedule is a {a}, and configure_optimizers now makes a {b}, whose"
+                " state it does not hold. Resume with the same schedule, or start a new run from the weights:"
+                " lightning-nd export --checkpoint ..., then fit from that folder."
+            )
+    if len(now) > len(then):
+        rank_zero_warn(
+            f"NDStrategy: the checkpoint has no learning rate schedule; {', '.join(now[len(then) :])} starts at its"
+            f" beginning, at step {trainer.global_step}."
+        )
+    elif len(then) > len(now):
+        rank_zero_warn(
+            f"NDStrategy: the checkpoint's {', '.join(then[len(now) :])} is not used any more: the learning rate stays"
+            " where it was."
+        )
+    return states[: len(now)]
+
+
+# -- what weights_only loading takes ----------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """The same with paths as text and subclasses of dict as dict: what is loaded without running code."""
+    if isinstance(value, PurePath | Path):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(plain(entry) for entry in value)
+    return value

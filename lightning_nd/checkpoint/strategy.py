@@ -1,0 +1,180 @@
+"""The part of the strategy that Lightning calls for checkpoints; the work is done by `Saver`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_nd.checkpoint import resume, state
+from lightning_nd.checkpoint.last import checkpoint_folders
+from lightning_nd.checkpoint.manifest import CheckpointError
+from lightning_nd.checkpoint.saver import Saver
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+#: 128 + SIGTERM, what a shell reports of a process that the signal has ended.
+PREEMPTED = 143
+
+
+class CheckpointedStrategy(ModelParallelStrategy):
+    """Checkpoints that are whole or not there, load on any layout, and are saved once more before a preemption."""
+
+    _async_checkpoint = False
+    _saver: Saver | None = None
+    _asked_to_stop = False
+    _stopping = False
+    #: Set before processes start, by `lightning_nd.checkpoint.last.settle`.
+    checkpoints_to_try: list[Path]
+    load_weights_only: bool | None = None
+
+    @property
+    def saver(self) -> Saver:
+        """Made when the processes are connected."""
+        assert self._saver is not None, "NDStrategy: there are no checkpoints before the processes are connected."
+        return self._saver
+
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _mark(self, phase: str, *batch: Any, ahead: int = 0) -> None:
+        raise NotImplementedError
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Names and tensors: those in use (DTensors) for a folder; gathered, on rank 0 only, for one file."""
+        self._mark("saving")  # the first thing that Lightning asks for; hooks of the model and callbacks come next
+        assert self.lightning_module is not None
+        tensors = state.module_tensors(self.lightning_module)
+        if self._save_distributed_checkpoint:
+            return tensors
+        whole = state.gathered(state.without_aliases(tensors).items(), keep=self.is_global_zero)
+        if not self.is_global_zero:
+            return {}
+        shared = {_place(tensors[name]): tensor for name, tensor in whole.items()}
+        return {name: whole[name] if name in whole else shared[_place(t)] for name, t in tensors.items()}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return state.optimizer_tensors(optimizer, state.parameter_names(self.lightning_module))
+
+    # -- saving and loading -------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__}: storage_options are for a CheckpointIO, which is not used here.")
+        self.saver.save(self._trainer(), checkpoint, Path(self.broadcast(filepath)))
+        self._mark("data")
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._mark("loading")
+        self.saver.weights_only = self.load_weights_only
+        self.saver.others = [Path(p) for p in self.checkpoints_to_try]
+        return self.saver.load(self._trainer(), Path(checkpoint_path), self.optimizers, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        pass  # done in load_checkpoint
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.saver.remove(Path(filepath))
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        trainer = self._trainer()
+        if self.saver.loaded is not None:
+            resume.check_recipe(self.saver.loaded, trainer)
+            resume.fit_to_layout(trainer.fit_loop)
+            for logger in trainer.loggers:
+                if callable(go_on := getattr(logger, "resume_at", None)):
+                    go_on(trainer.global_step)
+            self.saver.loaded = None
+        # Lightning's handler starts a collective, in which a rank that is in another one would wait for ever.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._ask_to_stop)
+
+    @override
+    def on_train_end(self) -> None:
+        self._mark("saving")
+        self.saver.wait()
+        self._mark("data")
+
+    def _ask_to_stop(self, *_: Any) -> None:
+        self._asked_to_stop = True
+
+    def agree_to_go_on(self) -> None:
+        """After an optimizer step: all ranks stop together if one was sent SIGTERM, or could not save.
+
+        Raises:
+            OSError: what a save in the background has met.
+        """
+        flags = torch.tensor([int(self._asked_to_stop), int(self.saver.failed())])
+        if self.world_size > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.saver.group)
+        if flags[1]:
+            self.saver.wait()
+        if flags[0] and not self._stopping:
+            # Lightning looks at this when the batch is done, on every rank of the same one.
+            self._stopping = True
+            self._trainer()._signal_connector.received_sigterm = True
+
+    def save_before_the_end(self, exception: BaseException) -> None:
+        """On SIGTERM: save once, where the Trainer's callbacks save, and end with exit code 143."""
+        if not isinstance(exception, SIGTERMException) or not self._stopping or self._saver is None:
+            return
+        self._stopping = False
+        trainer: pl.Trainer = self._trainer()
+        exception.code = PREEMPTED
+        folders = checkpoint_folders(trainer)
+        saved = any(
+            getattr(callback, "_last_global_step_saved", None) == trainer.global_step
+            and not getattr(callback, "save_weights_only", False)
+            for callback in trainer.checkpoint_callbacks
+        )
+        if folders and not saved:
+            trainer.save_checkpoint(folders[0] / "preempted.ckpt", weights_only=False)
+        self.saver.wait()
+        where = (
+            f"saved step {trainer.global_step} in {folders[0]}" if folders else "nothing is saved without a callback"
+        )
+        rank_zero_info(f"NDStrategy: asked to stop by SIGTERM: {where}.")
+
+    @override
+    def teardown(self) -> None:
+        if self._saver is not None:
+            saver, self._saver = self._saver, None
+            if saver.failed():
+                saver.check()
+        super().teardown()
+
+
+def _place(tensor: Tensor) -> Any:
+    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return (local.data_ptr(), tuple(local.shape)) if local.numel() else id(tensor)
+
+
+__all__ = ["PREEMPTED", "CheckpointError", "CheckpointedStrategy"]
