@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 _REPORTS = "LIGHTNING_ND_REPORTS"
 _PARENT = "LIGHTNING_ND_PARENT"
 _STARTED_AT = "LIGHTNING_ND_STARTED_AT"
+#: 128 + SIGTERM, what a shell reports of a process that the signal has ended.
+PREEMPTED = 143
 _GRACE = 8.0  # seconds that the other ranks get to fail on their own before they are killed
 
 
@@ -220,6 +222,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
     """
 
     _launches = 0  # of this process, its Trainers' together
+    #: The ranks have agreed to stop, and end with this exit code.
+    preempted = False
 
     def __init__(
         self,
@@ -321,6 +325,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
                 process.wait(max(0.1, deadline - time.monotonic()))
         found = []
         for i, process in enumerate(self.procs, 1):
+            if self.preempted and process.returncode == PREEMPTED:
+                continue
             record = read_progress(Path(os.environ[_REPORTS]), self._first_rank() + i)
             if process.returncode:
                 found.append(f"rank {i} on {socket.gethostname()} ended with {_exit_words(process.returncode)}.")
@@ -349,6 +355,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
         while True:
             time.sleep(0.5)
             codes = [process.poll() for process in self.procs]
+            if self.preempted:
+                codes = [0 if code == PREEMPTED else code for code in codes]
             if all(code == 0 for code in codes):
                 return
             failed = next((i for i, code in enumerate(codes) if code), None)

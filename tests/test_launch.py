@@ -136,7 +136,8 @@ def test_the_trainer_refuses_what_cannot_start(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
     with pytest.raises(RuntimeError, match="one process only"):
         Trainer(accelerator="cpu", devices=2, strategy=NDStrategy(tp=2), logger=False)
-    assert Trainer(accelerator="cpu", devices=1, strategy=NDStrategy(), logger=False).strategy.launcher is None
+    alone = Trainer(accelerator="cpu", devices=1, strategy=NDStrategy(), logger=False).strategy.launcher
+    assert alone is not None and alone.is_interactive_compatible  # noqa: PT018
     monkeypatch.delattr("sys.ps1")
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

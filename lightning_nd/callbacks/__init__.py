@@ -1,9 +1,18 @@
-"""Lightning callbacks: throughput, sample completions, scores, the loss plot and the progress bar."""
+"""Lightning callbacks: throughput, sample completions, scores, metrics, the loss plot and the progress bar."""
 
 from lightning_nd.callbacks.loss_plot import LossPlot
+from lightning_nd.callbacks.metrics import MetricsLog
 from lightning_nd.callbacks.progress import ProgressBar
 from lightning_nd.callbacks.samples import GenerateSamples, SampleCompletions
 from lightning_nd.callbacks.scores import ScoreWriter
 from lightning_nd.callbacks.throughput import Throughput
 
-__all__ = ["GenerateSamples", "LossPlot", "ProgressBar", "SampleCompletions", "ScoreWriter", "Throughput"]
+__all__ = [
+    "GenerateSamples",
+    "LossPlot",
+    "MetricsLog",
+    "ProgressBar",
+    "SampleCompletions",
+    "ScoreWriter",
+    "Throughput",
+]

@@ -169,7 +169,7 @@ def save_adapter(
         FileExistsError: `directory` is not empty and may not be replaced.
         RuntimeError: rank 0 failed to write.
     """
-    from lightning_nd.checkpoint.export import check_target, on_rank_zero, publish, staging
+    from lightning_nd.checkpoint.export import check_target, on_rank_zero, patience, publish, staging
 
     source: AdapterSource | None = getattr(model, "_nd_adapters", None)
     if source is None:
@@ -200,7 +200,8 @@ def save_adapter(
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    on_rank_zero(write)
+    with patience() as waiting:
+        on_rank_zero(write, waiting)
 
 
 def _pair(wrapper: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -62,7 +63,20 @@ def save_pretrained(
     """
     target = Path(directory).expanduser().absolute()
     _check_exportable(model)
-    on_rank_zero(lambda: check_target(target, overwrite))
+    with patience() as group:
+        _save(model, target, dtype, max_shard_size, tokenizer, overwrite, group)
+
+
+def _save(
+    model: PreTrainedModel,
+    target: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    overwrite: bool,
+    waiting: dist.ProcessGroup | None,
+) -> None:
+    on_rank_zero(lambda: check_target(target, overwrite), waiting)
     # state_dict() also makes FSDP2 put parameters that it still holds gathered back into shards.
     whole_state = {hf.clean_name(name): tensor for name, tensor in model.state_dict().items()}
     pairs = pairs_by_weight(model)
@@ -74,10 +88,10 @@ def save_pretrained(
         full = gather_full(state[name])
         return pairs[name].merge(full, whole_state) if name in pairs else full
 
-    folder = on_rank_zero(lambda: staging(target))
+    folder = on_rank_zero(lambda: staging(target), waiting)
     try:
-        _stream(plan, whole, folder)
-        on_rank_zero(lambda: _finish(plan, model, folder, target, tokenizer))
+        _stream(plan, whole, folder, waiting)
+        on_rank_zero(lambda: _finish(plan, model, folder, target, tokenizer), waiting)
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -87,23 +101,36 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def on_rank_zero(action: Callable[[], T]) -> T | None:
-    """Run `action` on rank 0 only; what it raises is raised on every rank."""
+@contextmanager
+def patience() -> Iterator[dist.ProcessGroup | None]:
+    """A group in which ranks wait for rank 0's disk, however short the timeout of the others is."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def on_rank_zero(action: Callable[[], T], waiting: dist.ProcessGroup | None = None) -> T | None:
+    """Run `action` on rank 0 only; what it raises is raised on every rank. The others wait in the group given."""
     result, failure = None, None
     if _rank() == 0:
         try:
             result = action()
         except Exception as error:
             failure = error
-    _agree(failure)
+    _agree(failure, waiting)
     return result
 
 
-def _agree(failure: Exception | None) -> None:
+def _agree(failure: Exception | None, waiting: dist.ProcessGroup | None) -> None:
     """Raise rank 0's failure on every rank."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         message = [None if failure is None else (type(failure).__name__, str(failure))]
-        dist.broadcast_object_list(message, src=0)
+        dist.broadcast_object_list(message, src=0, group=waiting)
         if failure is None and message[0] is not None:
             name, text = message[0]
             kind = {"FileExistsError": FileExistsError}.get(name, RuntimeError)
@@ -240,12 +267,14 @@ def _dtypes(
     }
 
 
-def _stream(plan: _Plan, whole_of: Callable[[str], Tensor], folder: Path | None) -> None:
+def _stream(
+    plan: _Plan, whole_of: Callable[[str], Tensor], folder: Path | None, waiting: dist.ProcessGroup | None = None
+) -> None:
     """Gather group after group; rank 0 writes each to its places in the files."""
     failure: Exception | None = None
     with ExitStack() as stack:
-        files = on_rank_zero(lambda: _open(plan, folder, stack))
-        for number, group in enumerate(plan.groups):
+        files = on_rank_zero(lambda: _open(plan, folder, stack), waiting)
+        for group in plan.groups:
             whole = {}
             for name in group:
                 full = whole_of(name)
@@ -257,11 +286,9 @@ def _stream(plan: _Plan, whole_of: Callable[[str], Tensor], folder: Path | None)
                     _write(plan, hf.to_stored_format(plan.reference, whole), files)
                 except Exception as error:
                     failure = error
-            # Every so often, so that a full disk does not cost the gathering of all that is left.
-            if number % 64 == 63:
-                _agree(failure)
-        _agree(failure)
-        on_rank_zero(stack.close)
+            # Here, not in the next gathering, whose group may be impatient; and a full disk ends it for all.
+            _agree(failure, waiting)
+        on_rank_zero(stack.close, waiting)
 
 
 def _open(plan: _Plan, folder: Path | None, stack: ExitStack) -> dict[str, BinaryIO]:

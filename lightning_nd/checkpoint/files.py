@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
@@ -213,8 +214,21 @@ def write_folder(
 def _write_shards(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
     writer = FileSystemWriter(folder, sync_files=True)
     writer.fs = _HashingFiles()
-    dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
+    with _one_failure("saving"):
+        dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=group)
     return writer.fs.files
+
+
+@contextmanager
+def _one_failure(what: str) -> Generator[None, None, None]:
+    """DCP raises a BaseException with the traces of all ranks; raise the first rank's error, as an error."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, OSError):
+            raise cause from error
+        raise RuntimeError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
 def _complete(folder: Path, meta: bytes, manifest: Manifest, written: dict[str, dict[str, Any]]) -> None:
@@ -290,10 +304,6 @@ def _disk_error(error: BaseException) -> OSError | None:
     """The error of the file system behind another, if there is one."""
     if isinstance(error, OSError):
         return error
-    failures = getattr(error, "failures", None)  # of DCP: what each rank raised
-    for value in failures.values() if isinstance(failures, dict) else ():
-        if isinstance(value[0], OSError):
-            return value[0]
     text = str(error)  # torch.save has its own words for a full disk
     if "PytorchStreamWriter" in text or "unexpected pos" in text or "No space left" in text:
         return OSError(errno.ENOSPC, "no space left")
@@ -389,4 +399,5 @@ class Reader(FileSystemReader):
 
 def read_folder(state: dict[str, Pieces], reader: Reader, group: dist.ProcessGroup | None) -> None:
     """Fill pieces in place from a sharded checkpoint; collective."""
-    dcp.load(state, storage_reader=reader, planner=LoadPlanner(), process_group=group)
+    with _one_failure("loading"):
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner(), process_group=group)

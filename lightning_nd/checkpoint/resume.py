@@ -140,8 +140,26 @@ def describe_models(module: nn.Module) -> dict[str, Any]:
             config = json.loads(part.config.to_json_string(use_diff=False))
             volatile = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation")
             config = {key: value for key, value in config.items() if key not in volatile}
-            found[hf.clean_name(name)] = {"class": hf.plain_class(part).__name__, "config": config}
+            generation = part.generation_config.to_dict() if part.can_generate() and part.generation_config else None
+            found[hf.clean_name(name)] = {
+                "class": hf.plain_class(part).__name__,
+                "config": config,
+                "generation": json.loads(json.dumps(generation, default=str)),
+                "dtypes": _stored_dtypes(part),
+            }
     return found
+
+
+def _stored_dtypes(model: nn.Module) -> dict[str, str]:
+    """Dtypes of the files that a model was read from: the usual one under "", others by name."""
+    from lightning_nd.checkpoint.source import WeightSource
+
+    source = getattr(model, "_nd_source", None)
+    if not isinstance(source, WeightSource):
+        return {}
+    dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in source.dtypes.items()}
+    usual = max(set(dtypes.values()), key=list(dtypes.values()).count)
+    return {"": usual, **{name: dtype for name, dtype in dtypes.items() if dtype != usual}}
 
 
 def describe_recipe(trainer: pl.Trainer) -> dict[str, Any]:
@@ -163,7 +181,7 @@ def describe_recipe(trainer: pl.Trainer) -> dict[str, Any]:
     should: dict[str, Any] = {"precision": str(trainer.precision)}
     if len(rows) == 1:
         should["rows per optimizer step"] = rows[0] * trainer.accumulate_grad_batches
-    return {"must": must, "should": should}
+    return {"must": must, "should": should, "chat_template": getattr(tokenizer, "chat_template", None)}
 
 
 def model_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:

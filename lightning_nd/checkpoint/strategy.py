@@ -22,12 +22,10 @@ from lightning_nd.checkpoint import resume, state
 from lightning_nd.checkpoint.last import checkpoint_folders
 from lightning_nd.checkpoint.manifest import CheckpointError
 from lightning_nd.checkpoint.saver import Saver
+from lightning_nd.launch import PREEMPTED
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-#: 128 + SIGTERM, what a shell reports of a process that the signal has ended.
-PREEMPTED = 143
 
 
 class CheckpointedStrategy(ModelParallelStrategy):
@@ -149,6 +147,8 @@ class CheckpointedStrategy(ModelParallelStrategy):
         self._stopping = False
         trainer: pl.Trainer = self._trainer()
         exception.code = PREEMPTED
+        if self._launcher is not None:
+            self._launcher.preempted = True  # type: ignore[attr-defined]
         folders = checkpoint_folders(trainer)
         saved = any(
             getattr(callback, "_last_global_step_saved", None) == trainer.global_step
@@ -177,4 +177,4 @@ def _place(tensor: Tensor) -> Any:
     return (local.data_ptr(), tuple(local.shape)) if local.numel() else id(tensor)
 
 
-__all__ = ["PREEMPTED", "CheckpointError", "CheckpointedStrategy"]
+__all__ = ["CheckpointError", "CheckpointedStrategy"]

@@ -16,13 +16,14 @@ from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_nd.callbacks import LossPlot, ProgressBar, ScoreWriter, Throughput
+from lightning_nd.callbacks import LossPlot, MetricsLog, ProgressBar, ScoreWriter, Throughput
+from lightning_nd.checkpoint.last import was_restarted
 from lightning_nd.cli.keys import ConfigError, KeyChecker
 from lightning_nd.cli.messages import explain, shorten
 from lightning_nd.cli.paths import PathResolver
@@ -88,7 +89,7 @@ class SaveRunConfig(SaveConfigCallback):
             folder = Path(trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
             saved = self.config.clone()
-            saved.overwrite, saved.ckpt_path = False, None
+            saved.overwrite, saved.ckpt_path, saved.auto_resume = False, None, False
             self.parser.save(saved, folder / self.config_filename, skip_none=False, overwrite=True, multifile=False)
         self.already_saved = True
 
@@ -103,6 +104,7 @@ class NDCLI(LightningCLI):
 
     def __init__(self, command: str, args: list[str]) -> None:
         self.command = command
+        args = [f"--auto_resume={a.partition('=')[2] or 'true'}" if a.startswith("--auto-resume") else a for a in args]
         self.arguments = args = _files_first(args)
         super().__init__(
             model_class=LightningModule,
@@ -136,7 +138,12 @@ class NDCLI(LightningCLI):
         parser.add_subclass_arguments(
             LRScheduler, "lr_scheduler", instantiate=False, skip={"optimizer"}, fail_untyped=False, required=False
         )
-        parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint to resume from or evaluate.")
+        parser.add_argument(
+            "--ckpt_path", type=str | None, default=None, help="Checkpoint to resume from or evaluate, or 'last'."
+        )
+        parser.add_argument(
+            "--auto_resume", type=bool, default=False, help="Go on from the last checkpoint of this folder, if any."
+        )
         parser.add_argument("--overwrite", type=bool, default=False, help="Replace an earlier run in the same folder.")
         parser.set_defaults(
             {
@@ -209,12 +216,15 @@ class NDCLI(LightningCLI):
 
     def _check_run_dir(self) -> None:
         saved = self.run_dir / "config.yaml"
-        if self.command == "fit" and saved.exists() and not self.config.overwrite and not self.config.ckpt_path:
+        if self.command == "fit" and saved.exists() and not self._may_use_folder():
             another = shlex.quote(f"{self.run_dir}-2")
             raise ConfigError(
                 f"{saved.absolute()} exists: this folder holds an earlier run. Give a new folder with"
                 f" --trainer.default_root_dir {another}, or replace the run with --overwrite true."
             )
+
+    def _may_use_folder(self) -> bool:
+        return self.config.overwrite or self.config.ckpt_path or self.config.auto_resume or was_restarted()
 
     # ---- building
 
@@ -248,7 +258,7 @@ class NDCLI(LightningCLI):
             config["strategy"] = NDStrategy(**self.config.nd.as_dict())
         if config["logger"] in (None, True):
             folder = self.run_dir if self.command == "fit" else self.run_dir / self.command
-            config["logger"] = CSVLogger(str(folder), name="", version="")
+            config["logger"] = MetricsLog(str(folder), name="", version="")
         given = config["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         defaults: list[Callback] = []
@@ -268,7 +278,10 @@ class NDCLI(LightningCLI):
         method = getattr(self.trainer, self.command)
         # predictions go to a file, row by row; kept in memory they would only pile up
         options = {"return_predictions": False} if self.command == "predict" else {}
-        return method(self.model, datamodule=self.datamodule, ckpt_path=self.config.ckpt_path, **options)
+        path = self.config.ckpt_path
+        if self.command == "fit" and self.config.auto_resume:
+            path = "last"
+        return method(self.model, datamodule=self.datamodule, ckpt_path=path, **options)
 
 
 def _kind(default: Callback) -> type[Callback]:

@@ -16,6 +16,11 @@ COMMANDS = {
     "validate": ("lightning_nd.cli.app:main_command", "loss and perplexity on data.val"),
     "test": ("lightning_nd.cli.app:main_command", "loss, perplexity, tokens and accuracy on data.test"),
     "predict": ("lightning_nd.cli.app:main_command", "score every row of data.predict"),
+    "export": (
+        "lightning_nd.cli.checkpoint:export_command",
+        "write the model of a checkpoint as a Hugging Face folder",
+    ),
+    "checkpoint": ("lightning_nd.cli.checkpoint:main_command", "list, check and compare checkpoints; loads nothing"),
     "plan": ("lightning_nd.cli.plan:main_command", "draw who computes and sends what under cp; loads nothing"),
     "verify": ("lightning_nd.cli.verify:main_command", "compare this layout with one process, number by number"),
 }
@@ -50,7 +55,8 @@ Options win over files, and later files over earlier ones.
   --lr_scheduler CLASS       a schedule, stepped once per optimizer step
   --trainer.callbacks+=CLASS add to the list of the file (= replaces it)
   --trainer.default_root_dir DIR   where results go (runs/<name of the recipe>)
-  --ckpt_path PATH           resume from, or evaluate, a checkpoint
+  --ckpt_path PATH           resume from, or evaluate, a checkpoint; last takes the newest complete one
+  --auto-resume              go on from the newest complete checkpoint of the folder, or start if there is none
   --overwrite true           replace an earlier run in the same folder
 {extra}
   --print_config             the complete configuration of this command, and exit
@@ -82,7 +88,8 @@ def main(args: list[str] | None = None) -> int:
     if "--help" in rest or "-h" in rest:
         module = importlib.import_module(module_name)
         extra = getattr(module, "HELP", "") if command == "verify" else ""
-        usage = getattr(module, "USAGE", None)  # of a command that takes no recipe
+        # of a command that takes no recipe
+        usage = getattr(module, "EXPORT_USAGE" if command == "export" else "USAGE", None)
         print(usage or _COMMAND_HELP.format(command=command, what=what[0].upper() + what[1:], extra=extra))
         return 0
     _quiet()

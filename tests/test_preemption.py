@@ -1,0 +1,256 @@
+"""Preemption, full disks and slow disks: what was trained is saved once, by all ranks together, or not lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from pool import Pool
+from resuming import SaveAt, Story, Trained, check_continues, plain, run, write_rows
+
+from lightning_nd import save_pretrained
+from lightning_nd.checkpoint import export, files
+from lightning_nd.checkpoint.manifest import read_manifest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT: dict[str, Any] = {"max_steps": 6, "enable_checkpointing": True}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 24)
+
+
+class Signal(SaveAt):
+    """Sends SIGTERM to its own rank in the midst of a step."""
+
+    def __init__(self, folder: str, rank: int, step: int) -> None:
+        super().__init__(folder, ())
+        self.rank, self.at = rank, step
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempted(rank: int, world: int, rows: str, folder: str, victim: int, accumulate: int) -> tuple[int, Story]:
+    degrees = {"dp_shard": 2, "tp": world // 2}
+    code = 0
+    try:
+        run(
+            rank,
+            world,
+            rows,
+            folder,
+            degrees,
+            accumulate=accumulate,
+            trainer=SHORT,
+            callbacks=[Signal(folder, victim, 2)],
+        )
+    except SIGTERMException as error:
+        code = int(error.code or 0)
+    return code, run(
+        rank,
+        world,
+        rows,
+        folder,
+        degrees,
+        accumulate=accumulate,
+        ckpt="last",
+        trainer=SHORT,
+        callbacks=[SaveAt(folder, ())],
+    )
+
+
+@pytest.mark.parametrize(("world", "victim", "accumulate"), [(2, 1, 1), (4, 0, 2)])
+def test_sigterm_to_one_rank_saves_once_on_all_at_one_step(
+    pool: Pool, rows: str, world: int, victim: int, accumulate: int, tmp_path: Path
+) -> None:
+    whole = plain(rows, max_steps=6)
+    for code, after in pool.run(preempted, world, rows, str(tmp_path), victim, accumulate, timeout=120):
+        assert code == 143
+        check_continues(whole, after, 3)
+    assert read_manifest(tmp_path / "preempted.ckpt").step == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["preempted.ckpt"]
+
+
+SCRIPT = """
+import json, os, signal, sys
+sys.path.insert(0, {tests!r})
+import torch
+from lightning.pytorch import Callback, Trainer
+from resuming import SaveAt, Trained, make_data
+from lightning_nd import NDStrategy
+
+class Preempt(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            os.kill(os.getppid(), signal.SIGTERM)
+
+torch.manual_seed(7)
+module = Trained()
+trainer = Trainer(accelerator="cpu", devices=2, strategy=NDStrategy(dp_shard=2), max_steps=6, logger=False,
+                  enable_progress_bar=False, enable_model_summary=False, callbacks=[SaveAt("saved", ()), Preempt()])
+trainer.fit(module, make_data({rows!r}, 2, 1), ckpt_path="last")
+"""
+
+
+def test_sigterm_to_the_launcher_ends_with_143(rows: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(ROOT / "tests"), rows=rows))
+    keep = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
+    environ = {**keep, "PYTHONPATH": os.pathsep.join([str(ROOT), keep.get("PYTHONPATH", "")])}
+    command = [sys.executable, "train.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 143, ended.stderr[-3000:]
+    assert "asked to stop by SIGTERM: saved step" in ended.stderr
+    assert read_manifest(tmp_path / "saved" / "preempted.ckpt").step in (3, 4)
+    assert "Traceback" not in ended.stderr
+
+
+# -- disks ------------------------------------------------------------------------------------------------------------
+
+
+def start(rank: int, world: int, rows: str, folder: str, step: int | None, free: int | None) -> str:
+    """Train where the disk has ``free`` bytes, or runs full in the save at ``step``; the error."""
+    kept = files.shutil
+    if free is not None:
+        usage = type("Usage", (), {"free": free})
+        files.shutil = type("Shutil", (), {**vars(files.shutil), "disk_usage": staticmethod(lambda _: usage)})  # type: ignore[attr-defined]
+    seen: list[str] = []
+
+    def full(name: str) -> None:
+        seen.append(name)
+        if step is not None and name == "shard" and seen.count("staged") == step and rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    files._phase_hook = full
+    try:
+        run(rank, world, rows, folder, {"dp_shard": 2}, trainer=SHORT, callbacks=[SaveAt(folder, (2, 4), save_top_k=1)])
+    except OSError as error:
+        return str(error)
+    finally:
+        files.shutil, files._phase_hook = kept, None
+    return ""
+
+
+def test_a_disk_without_room_is_refused_at_the_start(pool: Pool, rows: str, tmp_path: Path) -> None:
+    for said in pool.run(start, 2, rows, str(tmp_path), None, 100_000):
+        assert str(tmp_path) in said
+        assert "needs 2,181,504 bytes, and 100,000 are free" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_runs_full_costs_no_older_checkpoint(pool: Pool, rows: str, tmp_path: Path) -> None:
+    for said in pool.run(start, 2, rows, str(tmp_path), 2, None):
+        assert str(tmp_path / "step-4.ckpt") in said
+        assert "bytes are needed" in said
+        assert "are free" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2.ckpt"]
+
+
+def test_a_target_that_cannot_be_written_is_refused_at_the_start(pool: Pool, rows: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for said in pool.run(start, 2, rows, str(tmp_path / "file" / "sub"), None, None):
+        assert "Cannot write a checkpoint to" in said
+        assert "are free" in said
+
+
+def slow(rank: int, world: int, rows: str, folder: str, options: dict[str, Any]) -> int:
+    def sleep(name: str) -> None:
+        if name == "shard" and rank == 0:
+            time.sleep(6)
+
+    files._phase_hook = sleep
+    write = export._write
+    naps = iter([6.0])
+
+    def slow_write(*args: Any) -> None:
+        time.sleep(next(naps, 0))
+        write(*args)
+
+    export._write = slow_write
+    try:
+        callback = SaveAt(folder, (1,))
+        strategy = {"timeout": timedelta(seconds=4), **options}
+        limits = {**SHORT, "max_steps": 2}
+        story = run(
+            rank,
+            world,
+            rows,
+            folder,
+            {"dp_shard": 2},
+            trainer=limits,
+            callbacks=[callback, Export()],
+            strategy=strategy,
+        )
+    finally:
+        files._phase_hook, export._write = None, write
+    return len(story.losses)
+
+
+class Export(SaveAt):
+    def __init__(self) -> None:
+        super().__init__("", ())
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def on_fit_end(self, trainer: Any, module: Trained) -> None:
+        save_pretrained(module.model, Path(trainer.default_root_dir) / "export")
+
+
+@pytest.mark.parametrize("options", [{}, {"async_checkpoint": True}], ids=["sync", "async"])
+def test_a_disk_slower_than_the_timeout_of_the_groups(
+    pool: Pool, rows: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    assert pool.run(slow, 2, rows, str(tmp_path), options, timeout=120) == [2, 2]
+    assert read_manifest(tmp_path / "step-1.ckpt").step == 1
+
+
+def failing_in_background(rank: int, world: int, rows: str, folder: str) -> tuple[str, int]:
+    module: list[int] = []
+
+    def fail(name: str) -> None:
+        if name == "shard" and rank == 1:
+            raise ValueError("the disk is on fire")
+
+    class Count(SaveAt):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            module.append(trainer.global_step)
+            time.sleep(0.3)
+
+    files._phase_hook = fail
+    try:
+        run(
+            rank,
+            world,
+            rows,
+            folder,
+            {"dp_shard": 2},
+            trainer=SHORT,
+            callbacks=[Count(folder, (1,))],
+            strategy={"async_checkpoint": True},
+        )
+    except RuntimeError as error:
+        return str(error), module[-1]
+    finally:
+        files._phase_hook = None
+    return "", -1
+
+
+def test_what_fails_in_the_background_is_raised_at_a_later_step_on_all_ranks(
+    pool: Pool, rows: str, tmp_path: Path
+) -> None:
+    found = pool.run(failing_in_background, 2, rows, str(tmp_path))
+    assert all("the disk is on fire" in said for said, _ in found)
+    assert len({step for _, step in found}) == 1
+    assert not [path for path in tmp_path.iterdir() if "ckpt" in path.name]
