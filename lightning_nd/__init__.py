@@ -2,6 +2,7 @@
 
 from lightning_nd.attention.context import AttentionContext, context_parallel_attention
 from lightning_nd.checkpoint import from_config, load_pretrained, save_pretrained
+from lightning_nd.checkpoint.convert import load_from_checkpoint
 from lightning_nd.mesh import Meshes, ParallelDims
 from lightning_nd.parallelize import ParallelConfig, parallelize
 from lightning_nd.parallelize.context import gather_sequence
@@ -18,6 +19,7 @@ __all__ = [
     "context_parallel_attention",
     "from_config",
     "gather_sequence",
+    "load_from_checkpoint",
     "load_pretrained",
     "parallelize",
     "save_pretrained",

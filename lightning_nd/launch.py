@@ -27,6 +27,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_nd.callbacks.foreign import check_callbacks
 from lightning_nd.checkpoint.last import settle
 from lightning_nd.faults import read_progress
 from lightning_nd.mesh import Degree, ParallelDims
@@ -200,6 +201,7 @@ class InProcess(_Launcher):
     @override
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         if trainer is not None:
+            check_callbacks(trainer, peers=1)
             args, kwargs = settle(trainer, function, args, kwargs)
         return function(*args, **kwargs)
 

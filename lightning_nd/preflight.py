@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from lightning_nd.callbacks.foreign import check_callbacks
 from lightning_nd.mesh import ParallelDims
 from lightning_nd.parallelize import TPPlan, check_tensor_parallel, roots
 from lightning_nd.parallelize.context import check_context_parallel
@@ -33,6 +34,7 @@ def preflight(
     accumulate = trainer.accumulate_grad_batches
     if accumulate < 1:
         raise ValueError(f"Trainer: accumulate_grad_batches is {accumulate}; it must be at least 1.")
+    check_callbacks(trainer, dims.tp * dims.cp)
     module: Any = trainer.strategy.lightning_module
     if callable(check := getattr(module, "preflight", None)):
         check(data)

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pool import Pool
-from resuming import check_continues, check_equal, plain, run, write_rows
+from resuming import SaveAt, check_continues, check_equal, plain, run, write_rows
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
@@ -80,3 +81,101 @@ def test_the_same_layout_goes_on_bit_for_bit(pool: Pool, rows: str, options: dic
         assert Path(ckpt).is_file() is (options.get("save_distributed_checkpoint") is False)
         for story in pool.run(run, 4, rows, str(tmp_path), degrees, ckpt=ckpt):
             check_equal(whole, story, step)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "packed": {"data": {"packing": True, "max_length": 40}},
+    "streamed": {"data": {"streaming": True}},
+    "workers": {"data": {"num_workers": 2}},
+    "streamed-workers": {"data": {"streaming": True, "num_workers": 2}},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_data_of_every_kind_goes_on_at_the_next_row(pool: Pool, rows: str, name: str, tmp_path: Path) -> None:
+    options, short = OPTIONS[name], {"max_steps": 12}
+    whole = plain(rows, **options, **short)
+    pool.run(run, 2, rows, str(tmp_path), {"dp_shard": 2}, save_at=(4,), trainer={"max_steps": 5}, **options)
+    ckpt = str(tmp_path / "step-4.ckpt")
+    for story in pool.run(run, 1, rows, str(tmp_path), {}, accumulate=2, ckpt=ckpt, trainer=short, **options):
+        check_continues(whole, story, 4)
+
+
+def test_accumulation_over_other_micro_batches(pool: Pool, rows: str, tmp_path: Path) -> None:
+    short = {"max_steps": 12}
+    whole = plain(rows, **short)
+    stop = {"max_steps": 10}
+    pool.run(run, 1, rows, str(tmp_path), {}, accumulate=4, save_at=(4, 9), trainer=stop)
+    for step in (4, 9):
+        ckpt = str(tmp_path / f"step-{step}.ckpt")
+        for story in pool.run(run, 2, rows, str(tmp_path), {"dp_shard": 2}, ckpt=ckpt, trainer=short):
+            check_continues(whole, story, step)
+
+
+class InWindow(SaveAt):
+    """Saves after every batch, as a callback that goes by the clock may do."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == 13:  # two of the four batches of step 4 are done
+            trainer.save_checkpoint(f"{self.dirpath}/in-window.ckpt")
+
+
+def test_a_window_that_was_not_complete_is_read_again(pool: Pool, rows: str, tmp_path: Path) -> None:
+    short = {"max_steps": 8}
+    whole = plain(rows, **short)
+    callback = InWindow(str(tmp_path), ())
+    limits = {"max_steps": 4, "enable_checkpointing": True}
+    pool.run(run, 1, rows, str(tmp_path), {}, accumulate=4, trainer=limits, callbacks=[callback])
+    ckpt = str(tmp_path / "in-window.ckpt")
+    for degrees, accumulate in (({}, 4), ({"dp_shard": 2}, 1)):
+        for story in pool.run(
+            run, size(degrees), rows, str(tmp_path), degrees, accumulate=accumulate, ckpt=ckpt, trainer=short
+        ):
+            check_continues(whole, story, 3)
+
+
+def lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(11)
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+
+
+def freeze(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "mlp" in name
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "packed-experts": {"family": "mixtral"},
+    "tied": {"family": "gemma3"},
+    "lora": {"prepare": lora},
+    "half-frozen": {"prepare": freeze},
+}
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "one-file"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_every_kind(pool: Pool, rows: str, name: str, sharded: bool, tmp_path: Path) -> None:
+    """tp2 × dp_shard2 and one process, there and back, against one process of plain Lightning."""
+    module, short = MODELS[name], {"max_steps": 6}
+    whole = plain(rows, module=module, **short)
+    both, options = LAYOUTS["dp_shard2-tp2"], {"save_distributed_checkpoint": sharded}
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    stop = {"max_steps": 3}
+    pool.run(run, 4, rows, there, both, save_at=(2,), trainer=stop, module=module, strategy=options)
+    here = pool.run(
+        run,
+        1,
+        rows,
+        back,
+        {},
+        save_at=(4,),
+        ckpt=f"{there}/step-2.ckpt",
+        trainer=short,
+        module=module,
+        strategy=options,
+    )
+    check_continues(whole, here[0], 2)
+    for story in pool.run(run, 4, rows, back, both, ckpt=f"{back}/step-4.ckpt", trainer=short, module=module):
+        check_continues(whole, story, 4)

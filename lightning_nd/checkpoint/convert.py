@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +21,8 @@ from lightning_nd.checkpoint.init import build_on_meta
 from lightning_nd.checkpoint.inspect import Contents
 from lightning_nd.checkpoint.load import load_pretrained, materialize
 from lightning_nd.checkpoint.manifest import CheckpointError, damage
+
+M = TypeVar("M", bound=LightningModule)
 
 
 def export_checkpoint(
@@ -85,6 +89,28 @@ def export_checkpoint(
         model, target, dtype=dtype, max_shard_size=max_shard_size, tokenizer=words, overwrite=overwrite
     )
     return f"{target}: {source} with the adapter merged, step {contents.manifest.step} of {path}"
+
+
+def load_from_checkpoint(kind: type[M], path: str | Path, **arguments: Any) -> M:
+    """``kind.load_from_checkpoint(path, **arguments)`` for sharded checkpoints too; the whole model comes into memory.
+
+    Args:
+        kind: the class of the LightningModule.
+        path: of a checkpoint, sharded or one file.
+        arguments: as `LightningModule.load_from_checkpoint` takes them.
+    """
+    path = Path(path)
+    if path.is_file():
+        return kind.load_from_checkpoint(path, **arguments)
+    contents = Contents.of(path)
+    if wrong := damage(path, contents.manifest):
+        raise CheckpointError(f"{path} is damaged: {wrong[0]}.")
+    content = {**contents.rest(), "state_dict": {name: contents.weight(name) for name in contents.weights()}}
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    del content
+    stream.seek(0)
+    return kind.load_from_checkpoint(stream, **arguments)
 
 
 def _only_model(contents: Contents) -> tuple[str, dict[str, Any]]:

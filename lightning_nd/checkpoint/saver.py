@@ -87,6 +87,8 @@ class Saver:
         if moved := resume.rewind_window(checkpoint, accumulate, module.automatic_optimization):
             rank_zero_info(f"{target.name}: saved inside an accumulation window; resuming reads {moved} batches again.")
         full = "optimizer_states" in checkpoint
+        # After a fit nobody waits for it any more.
+        background = self.in_background and trainer.state.fn == TrainerFn.FITTING and trainer.state.stage is not None
         manifest = Manifest(
             step=checkpoint.get("global_step", 0),
             epoch=checkpoint.get("epoch", 0),
@@ -99,10 +101,10 @@ class Saver:
         )
         ours: dict[str, Any] = {"random": resume.shared_states(self._gather(resume.random_state()))} if full else {}
         if self.sharded:
-            work = self._prepare_folder(checkpoint, ours, manifest, target)
+            work = self._prepare_folder(checkpoint, ours, manifest, target, background)
         else:
-            work = self._prepare_file(checkpoint, ours, manifest, target)
-        if self.in_background:
+            work = self._prepare_file(checkpoint, ours, manifest, target, background)
+        if background:
             self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
             self._thread.start()
         else:
@@ -110,7 +112,7 @@ class Saver:
         self.stopped = time.monotonic() - started
 
     def _prepare_folder(
-        self, checkpoint: dict[str, Any], ours: dict[str, Any], manifest: Manifest, target: Path
+        self, checkpoint: dict[str, Any], ours: dict[str, Any], manifest: Manifest, target: Path, background: bool
     ) -> Callable[[], None]:
         tensors: dict[str, Any] = state.pieces_of(state.without_aliases(checkpoint.pop("state_dict")))
         sharded: dict[str, Any] = {"state_dict": tensors}
@@ -123,12 +125,12 @@ class Saver:
             stream = io.BytesIO()
             torch.save(resume.plain({**checkpoint, OURS: ours}), stream)
             meta = stream.getvalue()
-        if self.in_background:
+        if background:
             sharded = _snapshot(sharded)
         return lambda: write_folder(sharded, meta, target, manifest, self._writing)
 
     def _prepare_file(
-        self, checkpoint: dict[str, Any], ours: dict[str, Any], manifest: Manifest, target: Path
+        self, checkpoint: dict[str, Any], ours: dict[str, Any], manifest: Manifest, target: Path, background: bool
     ) -> Callable[[], None]:
         named = []
         for i, one in enumerate(checkpoint.get("optimizer_states", [])):
@@ -143,7 +145,7 @@ class Saver:
             tensors = checkpoint.pop("state_dict")
             content = resume.plain({**checkpoint, OURS: {**ours, "manifest": manifest.as_dict(), "optimizers": named}})
             content["state_dict"] = tensors
-            if self.in_background:
+            if background:
                 content = _snapshot(content)
         return lambda: write_file(content, target, self._writing)
 

@@ -165,11 +165,9 @@ class CheckpointedStrategy(ModelParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._saver is not None:
-            saver, self._saver = self._saver, None
-            if saver.failed():
-                saver.check()
         super().teardown()
+        if self._saver is not None:
+            self._saver.check()
 
 
 def _place(tensor: Tensor) -> Any:
