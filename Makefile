@@ -14,12 +14,13 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests give their ranks the time of an idle machine; allow for a busy one.
 export TEST_TIMEOUT_SCALE ?= 3
 
-.PHONY: help install quickstart quickstart-smollm2 test lint docs bench clean
+.PHONY: help install quickstart quickstart-smollm2 test lint docs bench soak clean
 help:
 	@echo "make install             create $(VENV) with the tested versions"
 	@echo "make quickstart          fine-tune a packaged model on 4 CPU processes (dp_shard=2, tp=2)"
 	@echo "make quickstart-smollm2  fine-tune SmolLM2-135M-Instruct (dp_shard=2 × tp=3, then dp_shard=2)"
 	@echo "make test | lint | docs | bench"
+	@echo "make soak                save, kill and resume 200 times over random layouts (hours on few cores)"
 
 install: $(VENV)/.installed
 
@@ -63,6 +64,9 @@ test: lint
 
 docs: install
 	$(BIN)/python scripts/check_docs.py
+
+soak: install
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 bench: install
 	$(BIN)/python benchmarks/step_time.py $(ARGS)

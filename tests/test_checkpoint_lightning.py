@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from pool import Pool, WorkerError, tiny_trainer
 from resuming import SaveAt, Trained, make_data, run, write_rows
-from tiny import tiny_tokenizer
+from tiny import TEMPLATE, tiny_tokenizer
 
 from lightning_nd import NDStrategy, load_from_checkpoint
 from lightning_nd.callbacks import MetricsLog
@@ -127,7 +127,7 @@ def resume(
         (Wide, {}, r"shapes differ: .*is \[128, 64\] there and \[256, 64\] here.*intermediate_size was 128 and is 256"),
         (
             Trained,
-            {"tokenizer": tiny_tokenizer(template="{{ messages }}")},
+            {"tokenizer": tiny_tokenizer("{# another #}" + TEMPLATE)},
             "not that of the checkpoint: template differ",
         ),
     ],
