@@ -198,8 +198,8 @@ def main() -> None:
     took = time.monotonic() - began
     print(
         f"{resumed} cycles in {took:.0f} s ({kinds['one']} with one rank killed, {kinds['all']} with all),"
-        f" {last} steps: {lost} cycles lost a complete checkpoint, {len(wrong)} steps differ from the run that nobody killed"
-        + (f" (first: {wrong[0]})" if wrong else "")
+        f" {last} steps: {lost} cycles lost a complete checkpoint,"
+        f" {len(wrong)} steps differ from the run that nobody killed" + (f" (first: {wrong[0]})" if wrong else "")
     )
     missing = sorted(set(range(1, last + 1)) - set(steps))
     if missing:
