@@ -1,4 +1,4 @@
-"""Help with names that were almost right."""
+"""Names as users know them, and help with those that were almost right."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ ELSEWHERE = {
     "lr": ("learning_rate",),
 }
 _OURS = {other: ours for ours, others in ELSEWHERE.items() for other in others}
+
+
+def class_name(module: object) -> str:
+    """The name of a module's class as its author wrote it: `fully_shard` puts a class of its own in front."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,11 +20,21 @@ from pool import Pool, tiny_trainer
 from reference import Batch, Run, adamw, compare, make_batches, relative, rows_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import CohereConfig, CohereForCausalLM, LlamaForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Llama4Config,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+)
 
 from lightning_nd import NDStrategy
 from lightning_nd.loss import LossOptions, TokenLedger, install_loss, kernels, nll_sum, shift_labels, token_nll
 from lightning_nd.loss.chunked import Recipe
+from lightning_nd.loss.objective import check_router_loss
 from lightning_nd.loss.pending import PendingLogits, Product
 
 CASES = Path(__file__).parent / "cases"
@@ -594,3 +604,40 @@ def test_tp_ranks_with_unequal_slices_make_the_same_chunks(pool: Pool) -> None:
     assert first == second == pytest.approx(nll.item(), rel=1e-6)
     assert weight.grad is not None
     assert (torch.cat([top, bottom]) - weight.grad).abs().max() < 1e-6 * weight.grad.abs().max()
+
+# -- what labels stand for ---------------------------------------------------------------------------------------------
+
+
+def test_labels_of_an_encoder_decoder_are_not_shifted_again() -> None:
+    """T5Gemma feeds its decoder the labels moved by one: each label is the target of its own place."""
+    part = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    part |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1}
+    torch.manual_seed(0)
+    config = T5GemmaConfig(encoder=part, decoder=part, dropout_rate=0.0, attention_dropout=0.0, vocab_size=64)
+    model = T5GemmaForConditionalGeneration(config)
+    batch = a_batch(vocab=64)
+    plain = model(**batch)
+    labels = batch["labels"]
+    expected = F.cross_entropy(plain.logits[labels != -100], labels[labels != -100])
+    ledger = TokenLedger()
+    install_loss(model, ledger, None)
+    got = model(**batch).loss
+    assert relative(expected.item(), plain.loss.item()) < 1e-6
+    assert relative(expected.item(), got.item()) < 1e-6
+    assert relative(F.cross_entropy(plain.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item(), got.item()) > 0.01
+
+
+def test_a_class_that_computes_its_own_loss_is_told_what_its_labels_are() -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": 1}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
+    install_loss(model, TokenLedger(), None)
+    with pytest.raises(RuntimeError, match="labels of an encoder-decoder model are not shifted"):
+        model(**a_batch(vocab=64))
+
+
+def test_a_router_loss_switched_on_in_a_nested_config_is_found() -> None:
+    config = Llama4Config(text_config={"output_router_logits": True})
+    with pytest.raises(ValueError, match=r"text_config.output_router_logits in the model's config"):
+        check_router_loss(SimpleNamespace(config=config), 2)
+    check_router_loss(SimpleNamespace(config=config), 1)
+    check_router_loss(SimpleNamespace(config=config), 2, asked=False)

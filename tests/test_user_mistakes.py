@@ -82,7 +82,7 @@ def test_peers_that_read_different_rows_are_stopped(pool: Pool, axis: str) -> No
 
 
 def fit_with(rank: int, world_size: int, degrees: dict[str, Any], kind: str) -> list[str]:
-    model = make_model("llama")
+    model = make_model("mixtral" if kind == "router_logits" else "llama")
     given: dict[str, Any] = {}
     data = batch()
     if kind == "loss_function":
@@ -93,6 +93,10 @@ def fit_with(rank: int, world_size: int, degrees: dict[str, Any], kind: str) -> 
         given = {"num_items_in_batch": torch.tensor(5)}
     elif kind == "hidden_states":
         given = {"output_hidden_states": True}
+    elif kind == "attentions":
+        given = {"output_attentions": True}
+    elif kind == "router_logits":
+        given = {"output_router_logits": True}
     elif kind == "padding":
         data["attention_mask"] = torch.ones_like(data["input_ids"])
         data["attention_mask"][1, 8:] = 0
@@ -109,6 +113,8 @@ def fit_with(rank: int, world_size: int, degrees: dict[str, Any], kind: str) -> 
         ({"dp_shard": 2}, "ignore_index", "was called with ignore_index=7"),
         ({"tp": 2}, "num_items_in_batch", "was called with num_items_in_batch"),
         ({"tp": 2}, "hidden_states", "output_hidden_states.*sequence_parallel=False"),
+        ({"tp": 2, "sequence_parallel": False}, "attentions", "LlamaForCausalLM was asked for output_attentions.*tp=1"),
+        ({"dp_shard": 2}, "router_logits", "output_router_logits=True in the call of the model.*2 data ranks"),
         ({"cp": 2}, "padding", r"3 tokens that attention_mask hides are supervised \(the first: row 1, token 8"),
     ],
 )

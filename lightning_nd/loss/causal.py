@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from lightning_nd.loss.chunked import IGNORE, Recipe, check_targets, each_nll, summed_loss
 from lightning_nd.loss.kernels import check_kernel, choose
 from lightning_nd.loss.ledger import TokenLedger
+from lightning_nd.loss.objective import check_router_loss, labels_are_shifted, own_loss
 from lightning_nd.loss.options import LossOptions
 from lightning_nd.loss.pending import Head, PendingLogits, find_head
 
@@ -179,12 +180,14 @@ class CausalLMLoss:
         sharded: bool = False,
         options: LossOptions = DEFAULT,
         head: Head | None = None,
+        shift: bool = True,
     ) -> None:
         self.ledger = ledger
         self.group = group
         self.sharded = sharded
         self.options = options
         self.head = head
+        self.shift = shift
         self.calls = 0
         self.targets: Tensor | None = None
 
@@ -203,7 +206,8 @@ class CausalLMLoss:
 
         Args:
             logits: ``[batch, sequence, vocabulary]``.
-            labels: ``[batch, sequence]``; ignored where ``shift_labels`` is given.
+            labels: ``[batch, sequence]``; ignored where ``shift_labels`` is given. They are shifted here, unless they
+                lie on their targets already (``shift=False``).
             vocab_size: not needed.
             shift_labels: targets that are shifted already.
             ignore_index: only -100.
@@ -229,7 +233,7 @@ class CausalLMLoss:
                     "CausalLMLoss: under cp > 1 labels are shifted over the whole row before it is split, and this"
                     " call got none of those. Pass shift_labels=batch['shift_labels'] to the model beside labels."
                 )
-            shift_labels = _shift(labels)
+            shift_labels = _shift(labels) if self.shift else labels
         done = None
         if self.head is not None:
             done = self.head.close
@@ -258,31 +262,31 @@ def install_loss(
     A class that computes its own loss inside forward is found out at the first batch: the message says what to do.
 
     Raises:
-        ValueError: for a model whose ``loss_function`` somebody has set.
+        ValueError: for a model whose ``loss_function`` somebody has set, or is no cross entropy of tokens.
     """
     installed = model.loss_function
     if isinstance(installed, CausalLMLoss):  # a second fit: the model has the hooks, the strategy is another
         installed.ledger, installed.group, installed.sharded, installed.options = ledger, group, sharded, options
         return
-    if not getattr(installed, "__module__", "").startswith("transformers."):
-        raise ValueError(
-            f"NDStrategy: {type(model).__name__} was given a loss_function of its own"
-            f" ({getattr(installed, '__qualname__', installed)}), which would be replaced: a loss of one rank's tokens"
-            " cannot be made a token mean over all ranks. Take it away (del model._loss_function), or leave `labels`"
-            " out of the call and compute it from outputs.logits in training_step."
-        )
+    shifted = labels_are_shifted(model)
+    if shifted is None:
+        log.info("NDStrategy: the loss of %s is no mean over tokens; it is averaged over ranks.", type(model).__name__)
+        return
     check_kernel(options.kernel)
     head = find_head(model)
     if head is None and options.chunk is not None:
         log.info("NDStrategy: the head of %s is no linear layer; its logits are made at once.", type(model).__name__)
-    loss = CausalLMLoss(ledger, group, sharded, options, head)
+    loss = CausalLMLoss(ledger, group, sharded, options, head, shifted)
     model.loss_function = loss
     if head is not None:
         head.install()
     accepted = inspect.signature(type(model).forward).parameters
     takes_targets = "shift_labels" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values())
 
-    def before(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if kwargs.get("labels") is not None:
+            ranks = 1 if loss.group is None else loss.group.size()
+            check_router_loss(module, ranks, kwargs.get("output_router_logits"))
         loss.calls = 0
         loss.targets = kwargs.get("shift_labels")
         if head is not None:
@@ -296,11 +300,7 @@ def install_loss(
         if head is not None:
             head.active = False
         if getattr(output, "loss", None) is not None and loss.calls == 0:
-            raise RuntimeError(
-                f"NDStrategy: {type(module).__name__} computes its loss by its own code, which cannot be made a token"
-                " mean over all ranks. Leave `labels` out of the call and use"
-                " lightning_nd.loss.causal_lm_loss(outputs.logits, labels, self.trainer.strategy)."
-            )
+            raise RuntimeError(own_loss(module))
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True, always_call=False)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from lightning_nd.loss.objective import check_router_loss
 from lightning_nd.mesh import ParallelDims
 from lightning_nd.parallelize import is_parallelized
 
@@ -74,16 +75,12 @@ def is_causal_lm(module: nn.Module) -> bool:
 def check_objective(model: nn.Module, dims: ParallelDims) -> None:
     """Refuse an auxiliary loss that is no sum over tokens: each layout would give another number.
 
+    Each forward looks again (`install_loss`): the model's call and its config may ask for it later.
+
     Raises:
         ValueError: for mixture-of-experts models that add their load-balancing loss, on several data ranks.
     """
-    config = getattr(model, "config", None)
-    if dims.data * dims.cp > 1 and getattr(config, "output_router_logits", False):
-        raise ValueError(
-            f"NDStrategy: {type(model).__name__} adds a load-balancing loss (output_router_logits=True). It is a"
-            f" product of averages over the micro-batch, so {dims.data * dims.cp} data ranks would not give one"
-            " process's loss. Set output_router_logits=False in the model's config, or use one data rank."
-        )
+    check_router_loss(model, dims.data * dims.cp)
 
 
 def sync_metrics_over(module: nn.Module, group: ProcessGroup) -> None:

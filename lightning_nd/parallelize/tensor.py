@@ -18,10 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
+from lightning_nd.names import class_name
 from lightning_nd.parallelize.adapters import inner_styles, is_adapter
 from lightning_nd.parallelize.blocks import block_list
 from lightning_nd.parallelize.sequence import SequenceShard, is_tokenwise
 from lightning_nd.parallelize.styles import STYLES, ReplicatedKeyValue, ShardedParameter, Site, Style, install_style
+from lightning_nd.settings import settings_of, switched_on
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ def check_tensor_parallel(model: nn.Module, tp_plan: TPPlan | Literal["auto"], s
         return
     plan = resolve_plan(model, tp_plan, size)
     _check_heads(model, plan, size)
-    _check_dropout(model, size)
+    _check_randomness(model, size)
     assignment = _assign(model, plan)
     modules = dict(model.named_modules())
     for name, style in assignment.modules.items():
@@ -160,21 +162,29 @@ def apply_tensor_parallel(
         blocks = block_list(model)
         assert blocks is not None
         sequence.install_on_chain(blocks)
-        model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     else:
         _install_plain_regions(model, regions, mesh)
+    _refuse_outputs(model, whole_sequence=sequence is None)
     log.debug("tensor parallel: %d regions, %d partial gradients", len(regions), len(partial))
     return TensorParallelism(frozenset(partial), sequence, replicated_kv)
 
 
-def _refuse_hidden_states(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-    config = getattr(model, "config", None)
-    asked = kwargs.get("output_hidden_states")
-    if asked if asked is not None else getattr(config, "output_hidden_states", False):
-        raise ValueError(
-            f"NDStrategy: {type(model).__name__} was asked for output_hidden_states. Under sequence parallelism each tp"
-            " rank holds only its own tokens of them: use NDStrategy(sequence_parallel=False)."
-        )
+def _refuse_outputs(model: nn.Module, whole_sequence: bool) -> None:
+    """Refuse calls for outputs of which a tp rank has only a part."""
+    parts = {"output_attentions": "heads of them: leave it out, or use tp=1"}
+    if not whole_sequence:
+        parts["output_hidden_states"] = "tokens of them: use NDStrategy(sequence_parallel=False)"
+
+    def before(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+        for key, part in parts.items():
+            asked = kwargs.get(key)
+            if asked or (asked is None and switched_on(getattr(module, "config", None), key)):
+                raise ValueError(
+                    f"NDStrategy: {class_name(module)} was asked for {key}, but each tp rank holds only its own"
+                    f" {part}."
+                )
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _install_plain_regions(model: nn.Module, regions: dict[str, bool], mesh: DeviceMesh) -> None:
@@ -263,17 +273,24 @@ def _check_heads(model: nn.Module, plan: Mapping[str, str], size: int) -> None:
         )
 
 
-def _check_dropout(model: nn.Module, size: int) -> None:
+def _check_randomness(model: nn.Module, size: int) -> None:
     """Ranks would draw their masks alone: replicated activations would differ, and no layout gives one process's."""
     active = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
-    config = getattr(model, "config", None)
-    settings = [key for key in ("attention_dropout", "attn_pdrop") if (getattr(config, key, 0) or 0) > 0]
+    settings = [f"{key}={value}" for key, value in settings_of(getattr(model, "config", None)) if _draws(key, value)]
     if active or settings:
         raise ValueError(
-            f"NDStrategy: tp={size} with dropout is not supported: masks drawn by each rank would not be those of one"
-            f" process. Active: {', '.join([*settings, *active[:3]])}. Set the dropout probabilities of the model's"
+            f"NDStrategy: tp={size} with dropout is not supported: masks or noise drawn by each rank would not be those"
+            f" of one process. Active: {', '.join([*settings, *active[:3]])}. Set these probabilities in the model's"
             " config to 0, or use tp=1."
         )
+
+
+def _draws(key: str, value: Any) -> bool:
+    """Whether a setting makes the forward draw random numbers. (Heads that only other classes have do not count.)"""
+    leaf = key.rpartition(".")[2]
+    if leaf.startswith(("classifier", "summary")) or not any(word in leaf for word in ("drop", "jitter")):
+        return False
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _kv_projection_names(model: nn.Module, assignment: _Assignment) -> list[tuple[str, nn.Module]]:
