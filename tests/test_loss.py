@@ -605,6 +605,7 @@ def test_tp_ranks_with_unequal_slices_make_the_same_chunks(pool: Pool) -> None:
     assert weight.grad is not None
     assert (torch.cat([top, bottom]) - weight.grad).abs().max() < 1e-6 * weight.grad.abs().max()
 
+
 # -- what labels stand for ---------------------------------------------------------------------------------------------
 
 
@@ -624,7 +625,9 @@ def test_labels_of_an_encoder_decoder_are_not_shifted_again() -> None:
     got = model(**batch).loss
     assert relative(expected.item(), plain.loss.item()) < 1e-6
     assert relative(expected.item(), got.item()) < 1e-6
-    assert relative(F.cross_entropy(plain.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item(), got.item()) > 0.01
+    assert (
+        relative(F.cross_entropy(plain.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item(), got.item()) > 0.01
+    )
 
 
 def test_a_class_that_computes_its_own_loss_is_told_what_its_labels_are() -> None:

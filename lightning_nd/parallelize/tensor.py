@@ -180,8 +180,7 @@ def _refuse_outputs(model: nn.Module, whole_sequence: bool) -> None:
             asked = kwargs.get(key)
             if asked or (asked is None and switched_on(getattr(module, "config", None), key)):
                 raise ValueError(
-                    f"NDStrategy: {class_name(module)} was asked for {key}, but each tp rank holds only its own"
-                    f" {part}."
+                    f"NDStrategy: {class_name(module)} was asked for {key}, but each tp rank holds only its own {part}."
                 )
 
     model.register_forward_pre_hook(before, with_kwargs=True)
@@ -286,7 +285,7 @@ def _check_randomness(model: nn.Module, size: int) -> None:
 
 
 def _draws(key: str, value: Any) -> bool:
-    """Whether a setting makes the forward draw random numbers. (Heads that only other classes have do not count.)"""
+    """Whether a setting makes the forward draw random numbers; those of heads of other classes do not count."""
     leaf = key.rpartition(".")[2]
     if leaf.startswith(("classifier", "summary")) or not any(word in leaf for word in ("drop", "jitter")):
         return False
