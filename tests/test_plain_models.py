@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -106,7 +108,7 @@ def _fit(
     world_size: int,
     layout: Layout,
     batches: list[Batch],
-    module_class: type[PlainModule] = PlainModule,
+    module_class: Callable[[list[Batch]], PlainModule] = PlainModule,
     **kwargs: Any,
 ) -> tuple[Any, Any, int]:
     from torch.distributed.fsdp import FSDPModule
@@ -123,8 +125,10 @@ def _fit(
     return module.grads, full_weights(module.model), sharded
 
 
-def one_process(batches: list[Batch], weigh_by_tokens: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    model, grads = make_plain(), None
+def one_process(
+    batches: list[Batch], weigh_by_tokens: bool, model: nn.Module | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    model, grads = model or make_plain(), None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for first in range(0, len(batches), 2):
         window = batches[first : first + 2]
@@ -196,10 +200,75 @@ def test_tensor_parallel_without_a_plan_is_refused(pool: Pool) -> None:
     [
         ({"layers.*.upp": "colwise", "layers.*.down": "rowwise"}, r"layers\.\*\.upp"),
         ({"layers.*.up": "colwize", "layers.*.down": "rowwise"}, "colwize"),
+        ({"layers.*.up": "colwise"}, r"output of 'layers\.0\.up' in slices, and no layer within 'layers\.0' is"),
+        ({"layers.*.down": "rowwise"}, r"'layers\.0\.down', which takes slices, and no layer within"),
+        (PLAN | {"head": "colwise"}, "output of 'head' in slices, and no layer beside it"),
     ],
-    ids=["unknown-module", "unknown-style"],
+    ids=["unknown-module", "unknown-style", "no-rowwise", "no-colwise", "split-head"],
 )
 def test_wrong_plans_are_refused(pool: Pool, plan: dict[str, str], message: str) -> None:
     with pytest.raises(WorkerError, match=message) as caught:
         pool.run(_fit, 2, (1, 1, 2), even_batches(), tp_plan=plan)
     assert caught.value.type_name == "ValueError"
+
+
+class Attention(nn.Module):
+    """Heads follow from the width of the layer, and lie as ``interleaved`` says."""
+
+    def __init__(self, width: int, head_dim: int, interleaved: bool) -> None:
+        super().__init__()
+        self.head_dim, self.interleaved = head_dim, interleaved
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.interleaved:
+            q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(-2)
+        else:
+            q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FusedBlock(nn.Module):
+    def __init__(self, width: int, interleaved: bool) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(width), Attention(width, 8, interleaved)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.norm(x))
+
+
+def make_fused(interleaved: bool) -> Plain:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Plain()
+        model.layers = nn.ModuleList(FusedBlock(32, interleaved) for _ in range(2))
+    return model
+
+
+class FusedModule(PlainModule):
+    def __init__(self, batches: list[Batch], interleaved: bool) -> None:
+        super().__init__(batches)
+        self.model = make_fused(interleaved)
+
+
+FUSED = {"layers.*.attn.qkv": "qkv_colwise", "layers.*.attn.out": "rowwise"}
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["blocks", "interleaved"])
+def test_fused_queries_keys_and_values(pool: Pool, interleaved: bool) -> None:
+    batches = even_batches()
+    style = "qkv_interleaved_colwise" if interleaved else "qkv_colwise"
+    module = partial(FusedModule, interleaved=interleaved)
+    grads, weights, _ = pool.run(_fit, 2, (1, 1, 2), batches, module, tp_plan=FUSED | {"layers.*.attn.qkv": style})[0]
+    expected_grads, expected_weights = one_process(batches, weigh_by_tokens=False, model=make_fused(interleaved))
+    assert compare(expected_grads, grads)[0][0] <= 1e-5
+    assert compare(expected_weights, weights)[0][0] <= 1e-5
+
+
+def test_a_fused_layer_cut_as_one_is_refused(pool: Pool) -> None:
+    plan = FUSED | {"layers.*.attn.qkv": "colwise"}
+    module = partial(FusedModule, interleaved=False)
+    with pytest.raises(WorkerError, match=r"holds queries, keys and values.*'qkv_colwise'"):
+        pool.run(_fit, 2, (1, 1, 2), even_batches(), module, tp_plan=plan)

@@ -213,7 +213,7 @@ class KeyChecker:
         """
         problems = []
         arguments = list(arguments)
-        for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        for argument, following in zip(arguments, [*arguments, "--"][1:], strict=True):
             if argument.startswith("--") and len(argument) > 2:
                 option, given, value = argument[2:].partition("=")
                 if not given and not following.startswith("--"):

@@ -227,6 +227,7 @@ class ChatDataModule(LightningDataModule):
             DataError: what `setup` would raise on every rank.
 
         """
+        self._check_given(stage)
         self._check_ready()
         if self._streams(stage):
             self._stream().head()
@@ -241,8 +242,11 @@ class ChatDataModule(LightningDataModule):
             rank_zero_info(once_per_node(self._describe_stream, self.trainer))
         self._build(self._needed(stages))
         for s in stages if stage is not None else []:
-            if not self.sources[_STAGES[s][0]]:
-                raise DataError(f"{s} needs data.{_STAGES[s][0]}, a file or glob, and it is not set")
+            self._check_given(s)
+
+    def _check_given(self, stage: str) -> None:
+        if not self.sources[_STAGES[stage][0]]:
+            raise DataError(f"{stage} needs data.{_STAGES[stage][0]}, a file or glob, and it is not set")
 
     def _needed(self, stages: list[str]) -> list[str]:
         needed = [name for stage in stages for name in _STAGES[stage]]

@@ -190,6 +190,17 @@ class PackedColwise(Colwise):
         # A 1-D bias cannot be told apart from a plain one by its shape; the blocks are packed along it as well.
         return _StridedShard(max(ndim - 2, 0), split_factor=self.blocks)
 
+    @override
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        super().check(name, module, size)
+        features = getattr(module, "out_features", None)
+        if features is not None and features % (self.blocks * size):
+            raise ValueError(
+                f"NDStrategy: {name!r} packs {self.blocks} blocks of equal width and tp={size} splits each, but its"
+                f" out_features={features} is no multiple of {self.blocks * size}. Split the layer into one for each"
+                " block, or choose another tp."
+            )
+
 
 class PackedRowwise(Rowwise):
     """Row-wise for blocks packed along the input."""
@@ -316,6 +327,8 @@ STYLES: dict[str, Style] = {
     "rowwise_rep": Rowwise(split=True),
     "packed_colwise": PackedColwise(),
     "packed_rowwise": PackedRowwise(),
+    "qkv_colwise": PackedColwise(3),
+    "qkv_interleaved_colwise": Colwise(),
     "embedding_rowwise": VocabularyEmbedding(),
     "replicated_with_grad_allreduce": LocalHeadNorm(),
     "moe_tp_experts": Experts(),

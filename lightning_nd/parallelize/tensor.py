@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from lightning_nd.names import class_name
 from lightning_nd.parallelize.adapters import inner_styles, is_adapter
 from lightning_nd.parallelize.blocks import block_list
+from lightning_nd.parallelize.own_plan import check_own_plan
 from lightning_nd.parallelize.sequence import SequenceShard, is_tokenwise
 from lightning_nd.parallelize.styles import STYLES, ReplicatedKeyValue, ShardedParameter, Site, Style, install_style
 from lightning_nd.settings import settings_of, switched_on
@@ -108,6 +109,8 @@ def check_tensor_parallel(model: nn.Module, tp_plan: TPPlan | Literal["auto"], s
     _check_heads(model, plan, size)
     _check_randomness(model, size)
     assignment = _assign(model, plan)
+    if tp_plan != "auto" and not any(".*." in name for name in getattr(model, "tp_plan", None) or {}):
+        check_own_plan(model, assignment.modules)
     modules = dict(model.named_modules())
     for name, style in assignment.modules.items():
         if not _is_kv_projection(name, modules):
