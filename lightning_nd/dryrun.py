@@ -127,7 +127,7 @@ def dry_run(trainer: pl.Trainer, module: Any, data: Any, *, rank: int = 0) -> Dr
             loss.backward()
             partial = partial_gradients(module)
             if partial:
-                gradients.sum_partial_gradients(partial, strategy.meshes.tp.get_group())
+                gradients.average_partial_gradients(partial, strategy.meshes.tp.get_group())
             parameters = list(module.parameters())
             gradients.clip_by_norm(parameters, 1.0, gradients.global_norm(parameters))
             made.step()

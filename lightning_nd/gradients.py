@@ -20,11 +20,12 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [_local(p.grad) for p in parameters if p.grad is not None]
 
 
-def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-    """Sum the gradients of these parameters over the tp ranks, in one bucket a dtype.
+def average_partial_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
+    """Complete the gradients of these parameters over the tp ranks, in one bucket a dtype.
 
     Norms under sequence parallelism see only this rank's tokens, norms over heads only this rank's heads
-    (Korthikanti et al. 2022, section 4.2.2).
+    (Korthikanti et al. 2022, section 4.2.2). Each rank's part has been counted tp times (see `install_style`), so the
+    average is the sum of the parts, and a gradient that is complete already stays as it is.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in local_gradients(parameters):
@@ -32,6 +33,7 @@ def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: ProcessGrou
     for gradients in by_dtype.values():
         flat = torch.cat([g.reshape(-1) for g in gradients])
         dist.all_reduce(flat, group=group)
+        flat /= group.size()
         parts = flat.split([g.numel() for g in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_nd.mesh import Meshes
 
@@ -19,7 +20,8 @@ _CHECKED = 4  # batches of a stage; a loader that is shuffled by each rank alone
 def split_loader(loader: object, overfit: float, place: dict[str, Any]) -> object:
     """Split a loader over the data ranks in the order that the user gave it: shuffled only if it was.
 
-    Loaders that have a distributed sampler, or an iterable dataset, are returned as they are.
+    ``DataLoader(shuffle=True)`` is shuffled by epoch and ``seed_everything``; any other sampler is asked on rank 0, and
+    its order holds for all. Loaders that have a distributed sampler, or an iterable dataset, are returned as they are.
 
     Args:
         loader: what the LightningModule returned.
@@ -32,9 +34,38 @@ def split_loader(loader: object, overfit: float, place: dict[str, Any]) -> objec
         or has_iterable_dataset(loader)
     ):
         return loader
-    shuffled = not isinstance(loader.sampler, SequentialSampler)
-    sampler = _get_distributed_sampler(loader, shuffled, overfit, **place)
-    return _update_dataloader(loader, sampler)
+    shuffled = _is_shuffle(loader.sampler)
+    if not shuffled and not isinstance(loader.sampler, SequentialSampler):
+        loader = _update_dataloader(loader, OneOrder(loader.sampler))
+    return _update_dataloader(loader, _get_distributed_sampler(loader, shuffled, overfit, **place))
+
+
+def _is_shuffle(sampler: Any) -> bool:
+    """Whether a sampler is what ``shuffle=True`` makes: every row once, in any order."""
+    return (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+class OneOrder(Sampler[int]):
+    """The order of rank 0's sampler on every rank: one that draws at random draws otherwise on each."""
+
+    def __init__(self, sampler: Iterable[int]) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        order = [list(self.sampler)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(order, src=0)
+        return iter(order[0])
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on to a sampler that takes it."""
+        if callable(setter := getattr(self.sampler, "set_epoch", None)):
+            setter(epoch)
 
 
 class SameRows:

@@ -55,7 +55,6 @@ class _MeshAware(Precision):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        self.strategy.before_backward()
         super().backward(tensor, model, optimizer, *args, **kwargs)
         # Before `on_after_backward`: whoever looks at gradients sees complete ones.
         self.strategy.after_backward()

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -147,7 +148,6 @@ class NDStrategy(CheckpointedStrategy):
         self._same_rows: SameRows | None = None
         self._partial: list[nn.Parameter] = []
         self._grad_norm: Tensor | None = None
-        self._norm_is_current = False
         self.loss = LossOptions.of(loss)
         #: Token accounting of the current accumulation window.
         self.ledger = TokenLedger()
@@ -390,13 +390,6 @@ class NDStrategy(CheckpointedStrategy):
                 closure_loss = closure_loss * (length * weight)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    def before_backward(self) -> None:
-        """Called by the precision plugin right before gradients are computed."""
-        assert self.lightning_module is not None
-        if self._partial and not self.lightning_module.automatic_optimization:
-            # Manual accumulation: what is there is complete, and will be summed over tp once more.
-            gradients.scale(self._partial, torch.tensor(1.0 / self.dims.tp))
-
     def after_backward(self) -> None:
         """Called by the precision plugin once gradients have been computed, before `on_after_backward`."""
         assert self.lightning_module is not None
@@ -404,9 +397,8 @@ class NDStrategy(CheckpointedStrategy):
             self._mark("data")
             return
         self._mark("optimizer")
-        self._norm_is_current = False
         if self._partial:
-            gradients.sum_partial_gradients(self._partial, self.meshes.tp.get_group())
+            gradients.average_partial_gradients(self._partial, self.meshes.tp.get_group())
         factor, self.step_loss, self.step_supervised_tokens = self.ledger.close_window()
         if factor is not None and self.lightning_module.automatic_optimization:
             gradients.scale(self.lightning_module.parameters(), factor)
@@ -423,17 +415,15 @@ class NDStrategy(CheckpointedStrategy):
         gradients.check_finite(self.lightning_module.named_parameters(), self.lightning_module.trainer.global_step)
 
     def grad_norm(self, parameters: Sequence[nn.Parameter] | None = None) -> Tensor:
-        """The global 2-norm of the gradients, as one process would have it; collective.
+        """The global 2-norm of the gradients as they are now, as one process would have it; collective.
 
         Args:
-            parameters: default: all of the LightningModule; that norm is kept for clipping and `last_grad_norm`.
+            parameters: default: all of the LightningModule; that norm is kept for `last_grad_norm`.
         """
         assert self.lightning_module is not None
         if parameters is not None:
             return gradients.global_norm(parameters)
-        if not self._norm_is_current or self._grad_norm is None:
-            self._grad_norm = gradients.global_norm(list(self.lightning_module.parameters()))
-            self._norm_is_current = True
+        self._grad_norm = gradients.global_norm(self.lightning_module.parameters())
         return self._grad_norm
 
     @property
@@ -487,6 +477,8 @@ class NDStrategy(CheckpointedStrategy):
         """Reduce over the ranks that hold different tokens; tp peers hold the same and are not counted."""
         if not isinstance(tensor, Tensor):
             return tensor
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()  # a number over all shards already
         averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if averages and not tensor.is_floating_point():
             # An integer mean would be floored: Lightning averages batch counts, which ranks may have unequal.

@@ -144,7 +144,8 @@ def global_token_mean(nll: Tensor, tokens: Tensor, ledger: TokenLedger, group: P
     if group is not None and group.size() > 1:
         size = group.size()
         dist.all_reduce(sums, group=group)
-    ledger.record(sums[0], sums[1])
+    if nll.requires_grad:  # not what a teacher, a probe under no_grad or validation has computed
+        ledger.record(sums[0], sums[1])
     mean = (sums[0] / sums[1]).to(nll.dtype)
     local = nll * (size / sums[1].clamp(min=1)).to(nll.dtype)
     return _ValueAndGradient.apply(mean, local)

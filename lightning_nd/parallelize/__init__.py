@@ -14,6 +14,7 @@ from lightning_nd.parallelize.agree import agree_on_weights
 from lightning_nd.parallelize.compile import apply_compile
 from lightning_nd.parallelize.context import ContextParallel, apply_context_parallel, run_without_context
 from lightning_nd.parallelize.data import ShardingOptions, apply_fully_shard
+from lightning_nd.parallelize.entry import guard_entry
 from lightning_nd.parallelize.tensor import (
     TensorParallelism,
     TPPlan,
@@ -80,6 +81,11 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
     if is_parallelized(model):
         check_layout(model, config.meshes.dims)
         return model
+    if part := parallelized_part(model):
+        raise TypeError(
+            f"parallelize: {part} of {type(model).__name__} has been parallelised by itself, and the rest has not. Call"
+            f" parallelize once on the {type(model).__name__}, or on each of its parts."
+        )
     if not isinstance(how, ParallelConfig):
         how.precision_plugin.convert_module(model)  # here, so that a call in configure_model gets the dtype too
     meshes = config.meshes
@@ -98,6 +104,8 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
     if config.compile:
         apply_compile(model)
     apply_fully_shard(model, meshes.fsdp, config.sharding)
+    if meshes.dims.world_size > 1:
+        guard_entry(model)
     if on_meta:
         assert isinstance(model, PreTrainedModel)
         materialize(model, _device(meshes))
@@ -107,8 +115,13 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
 
 
 def is_parallelized(model: nn.Module) -> bool:
-    """Whether a model, or a part of it, has been sharded already."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    """Whether `parallelize`, or the user with `fully_shard`, has taken this model as a whole."""
+    return isinstance(model, FSDPModule) or "_lightning_nd" in vars(model)
+
+
+def parallelized_part(model: nn.Module) -> str | None:
+    """The name of a part of a model that has been taken by itself, while the rest has not; None if there is none."""
+    return None if is_parallelized(model) else next((n for n, m in model.named_modules() if is_parallelized(m)), None)
 
 
 def check_layout(module: nn.Module, dims: ParallelDims) -> None:
@@ -154,5 +167,6 @@ __all__ = [
     "check_tensor_parallel",
     "is_parallelized",
     "parallelize",
+    "parallelized_part",
     "partial_gradients",
 ]

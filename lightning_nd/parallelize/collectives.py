@@ -130,6 +130,18 @@ class _Slice_AllGather(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
 def identity_allreduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """Replicated activation into work that every rank does for its own shard: the gradients add up."""
     return _Identity_AllReduce.apply(x, group)
@@ -153,6 +165,11 @@ def reducescatter_allgather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def allgather_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Shard of ``dim`` into the whole, for work that every rank repeats: the gradient is complete everywhere."""
     return _AllGather_Slice.apply(x, dim, group)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """The same values; the gradient is multiplied."""
+    return _ScaleGradient.apply(x, factor)
 
 
 def slice_allgather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_nd.loss.objective import check_router_loss
 from lightning_nd.mesh import ParallelDims
-from lightning_nd.parallelize import is_parallelized
+from lightning_nd.parallelize import is_parallelized, parallelized_part
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -42,16 +42,21 @@ def find_roots(module: pl.LightningModule, tp: int) -> list[nn.Module]:
         if is_parallelized(child) or not any(True for _ in child.parameters()):
             return
         if isinstance(child, PreTrainedModel):
+            if part := parallelized_part(child):
+                raise TypeError(
+                    f"NDStrategy: {name}.{part} has been parallelised, and the rest of {name}"
+                    f" ({type(child).__name__}) has not. Call lightning_nd.parallelize on {name} itself."
+                )
             roots.append(child)
         elif isinstance(child, nn.ModuleList | nn.ModuleDict):
             for key, element in child.named_children():
                 visit(element, f"{name}.{key}")
-        elif any(isinstance(m, PreTrainedModel) for m in child.modules()):
+        elif any(isinstance(m, PreTrainedModel) or is_parallelized(m) for m in child.modules()):
             direct = [n for n, _ in child.named_parameters(recurse=False)]
             if direct:
                 raise TypeError(
-                    f"NDStrategy: {name} ({type(child).__name__}) holds a transformers model and parameters of its own"
-                    f" ({', '.join(direct)}). Move those into a submodule."
+                    f"NDStrategy: {name} ({type(child).__name__}) holds a model that is sharded by itself, and"
+                    f" parameters of its own ({', '.join(direct)}). Move those into a submodule."
                 )
             for key, element in child.named_children():
                 visit(element, f"{name}.{key}")
@@ -93,13 +98,19 @@ def sync_metrics_over(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def check_optimizers(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Refuse an optimizer that holds other tensors than the module: it would train nothing, silently.
+    """Refuse an optimizer that holds other tensors than the module (it would train nothing, silently), or cannot shard.
 
     Raises:
         RuntimeError: naming the optimizer.
+        ValueError: for one that needs whole matrices.
     """
     known = {id(p) for p in module.parameters()}
     for optimizer in optimizers:
+        if "adafactor" in type(optimizer).__name__.lower():
+            raise ValueError(
+                f"NDStrategy: {type(optimizer).__name__} takes means over the rows and columns of whole matrices, which"
+                " it cannot do on shards. Use an optimizer that works element by element (AdamW, SGD, Lion)."
+            )
         strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
         if strangers:
             raise RuntimeError(

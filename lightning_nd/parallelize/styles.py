@@ -167,7 +167,9 @@ class Rowwise(Style):
         def reduce(y: Tensor) -> Tensor:
             y = site.scatter(y) if site.pure and site.scatter is not None else comm.allreduce_identity(y, site.group)
             bias = hidden["bias"]
-            bias = bias.to_local() if isinstance(bias, DTensor) else bias
+            if isinstance(bias, DTensor):  # of an adapter's base layer, taken away before that has made it local
+                bias = bias.to_local()
+                bias = comm.scale_gradient(bias, site.size) if self.is_partial("bias", site) else bias
             return y if bias is None else y + bias.to(y.dtype)
 
         def show_bias(*_: Any) -> None:
@@ -339,8 +341,12 @@ STYLES: dict[str, Style] = {
 }
 
 
-def install_style(module: nn.Module, style: Style, site: Site) -> None:
+def install_style(module: nn.Module, style: Style, site: Site, partial: frozenset[str] = frozenset()) -> None:
     """Make a module's forward run on the local shards of its own parameters, and exchange what the style says.
+
+    The gradients of the parameters named in `partial` are this rank's part of a sum over the tp ranks. They are counted
+    tp times, to be averaged after backward: what reaches such a parameter by another way (a regulariser on weights, a
+    gradient that is there already) is whole on every rank, and the average leaves it so.
 
     Called before `fully_shard`, whose hooks then surround these: parameters are gathered over the data axes before they
     are made local, and given back before they are resharded.
@@ -350,7 +356,9 @@ def install_style(module: nn.Module, style: Style, site: Site) -> None:
     def before(mod: nn.Module, _: Any) -> None:
         own: dict[str, Any] = {name: p for name, p in mod._parameters.items() if isinstance(p, DTensor)}
         held.append(own)
-        mod._parameters.update({name: p.to_local() for name, p in own.items()})
+        local = {name: p.to_local() for name, p in own.items()}
+        local |= {name: comm.scale_gradient(local[name], site.size) for name in partial & local.keys()}
+        mod._parameters.update(local)
 
     def after(mod: nn.Module, _: Any, __: Any) -> None:
         mod._parameters.update(held.pop())

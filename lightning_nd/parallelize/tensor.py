@@ -148,13 +148,13 @@ def apply_tensor_parallel(
         if not own and name not in assignment.modules:
             continue
         for key, parameter in own:
-            full_name = f"{name}.{key}" if name else key
+            full_name = _join(name, key)
             owner = assignment.parameters.get(full_name, style)
             placements[full_name] = owner.placement(key, parameter.dim())
             inside_blocks = sequence is not None and region is None and _in_blocks(full_name, regions)
             if owner.is_partial(key, site) or inside_blocks:
                 partial.add(full_name)
-        install_style(module, style, site)
+        install_style(module, style, site, frozenset(key for key, _ in own if _join(name, key) in partial))
 
     _shard_parameters(model, mesh, placements)
     # After the styles: a region's border surrounds what its layers do.
@@ -197,6 +197,10 @@ def _install_plain_regions(model: nn.Module, regions: dict[str, bool], mesh: Dev
     for name, pure in regions.items():
         if pure:
             map_hidden_input(modules[name], lambda x: comm.identity_allreduce(x, group))
+
+
+def _join(module: str, parameter: str) -> str:
+    return f"{module}.{parameter}" if module else parameter
 
 
 def _family(model: nn.Module) -> str:
