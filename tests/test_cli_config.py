@@ -195,6 +195,7 @@ def test_wrong_values_in_a_file_are_one_line(extra: str, message: str) -> None:
     [
         (["--optimizer.lr", "fast"], "optimizer.lr is 'fast', but it must be a number."),
         (["--data.micro_batch_size=x"], "data.micro_batch_size is 'x', but it must be an integer."),
+        (["--config", "nofile.yaml"], "--config: there is no file"),
         (["--optimizer", "Adamm"], "--optimizer: there is no class 'Adamm': did you mean 'Adam' or"),
         (["--optimizer.class_path=torch.optim.Adamm"], "torch.optim has no 'Adamm': did you mean 'Adam' or"),
         (["--model", "gpt2"], "a model folder or hub id goes to model.model"),
@@ -259,6 +260,8 @@ def test_an_explicit_strategy_is_taken() -> None:
 def test_a_folder_with_an_earlier_run_is_refused_with_working_remedies() -> None:
     Path("runs/recipe").mkdir(parents=True)
     Path("runs/recipe/config.yaml").write_text(BASE)
+    parse(BASE)  # a fit that was refused in set-up leaves no more than that
+    Path("runs/recipe/metrics.csv").write_text("step\n")
     with pytest.raises(ConfigError, match=r"earlier run.*--trainer\.default_root_dir runs/recipe-2.*--overwrite true"):
         parse(BASE)
     assert parse(BASE, "--trainer.default_root_dir", "runs/recipe-2").trainer.default_root_dir == "runs/recipe-2"
@@ -289,6 +292,14 @@ def test_help_is_short_and_names_the_commands(capsys: pytest.CaptureFixture[str]
     assert len(out.splitlines()) < 110
     assert main(["fitt"]) == 2
     assert "did you mean 'fit'?" in capsys.readouterr().err
+
+
+def test_a_command_without_anything_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lightning-nd fit: error:")
+    assert "Traceback" not in error
+    assert "model" in error
 
 
 def test_refusals_are_messages_and_bugs_are_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_nd.recipes import WarmupDecay
-from lightning_nd.recipes.optim import check_schedule, configure_optimizers
+from lightning_nd.recipes.optim import check_optimizer, check_schedule, configure_optimizers
 from lightning_nd.recipes.rate import Scaling
 
 
@@ -139,3 +139,9 @@ def test_the_rate_follows_the_batch_and_says_how(caplog: pytest.LogCaptureFixtur
     for wrong in ({"kind": "sqrt"}, {"kind": "none", "reference_batch": 4}, {"kind": "root"}):
         with pytest.raises(ValueError, match=r"reference_batch|not one of"):
             Scaling(**wrong)  # type: ignore[arg-type]
+
+
+def test_values_that_an_optimizer_does_not_take_are_refused_before_anything_starts() -> None:
+    check_optimizer({"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "betas": (0.9, 0.95)}})
+    with pytest.raises(ValueError, match=r"optimizer torch\.optim\.AdamW: Invalid learning rate: -1"):
+        check_optimizer({"class_path": "torch.optim.AdamW", "init_args": {"lr": -1}})

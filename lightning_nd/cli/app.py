@@ -29,7 +29,13 @@ from lightning_nd.cli.messages import explain, shorten
 from lightning_nd.cli.paths import PathResolver
 from lightning_nd.launch import check_world, is_interactive, resolve_devices
 from lightning_nd.precision import check_precision
-from lightning_nd.recipes.optim import DEFAULT_OPTIMIZER, DEFAULT_SCHEDULER, check_schedule, configure_optimizers
+from lightning_nd.recipes.optim import (
+    DEFAULT_OPTIMIZER,
+    DEFAULT_SCHEDULER,
+    check_optimizer,
+    check_schedule,
+    configure_optimizers,
+)
 from lightning_nd.strategy import NDStrategy
 
 MODEL = "lightning_nd.recipes.CausalLM"
@@ -164,6 +170,7 @@ class NDCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         assert isinstance(parser, NDArgumentParser)
         assert parser.checker is not None
+        _check_files(args)
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
@@ -216,7 +223,9 @@ class NDCLI(LightningCLI):
 
     def _check_run_dir(self) -> None:
         saved = self.run_dir / "config.yaml"
-        if self.command == "fit" and saved.exists() and not self._may_use_folder():
+        # a fit that was refused in set-up has left its configuration only
+        is_run = saved.exists() and any(p.name not in ("config.yaml", ".progress") for p in self.run_dir.iterdir())
+        if self.command == "fit" and is_run and not self._may_use_folder():
             another = shlex.quote(f"{self.run_dir}-2")
             raise ConfigError(
                 f"{saved.absolute()} exists: this folder holds an earlier run. Give a new folder with"
@@ -241,6 +250,7 @@ class NDCLI(LightningCLI):
                     " lr_scheduler in the configuration would be ignored. Remove them, or that method."
                 )
         elif optimizer is not None:
+            check_optimizer(optimizer)
             steps = self.config.trainer.max_steps
             if self.command == "fit" and isinstance(steps, int) and steps > 0:
                 check_schedule(scheduler, steps)
@@ -287,6 +297,17 @@ class NDCLI(LightningCLI):
 def _kind(default: Callback) -> type[Callback]:
     """What counts as the user's own choice in place of a default callback."""
     return LightningProgressBar if isinstance(default, ProgressBar) else type(default)
+
+
+def _check_files(args: list[str]) -> None:
+    """Refuse configuration files that do not exist."""
+    following = [*args[1:], ""] if args else []
+    given = [after for argument, after in zip(args, following, strict=True) if argument in ("--config", "-c")]
+    given += [argument.partition("=")[2] for argument in args if argument.startswith("--config=")]
+    for file in given:
+        # text in place of a file's name is allowed
+        if file and "\n" not in file and ":" not in file and not Path(file).expanduser().is_file():
+            raise ConfigError(f"--config: there is no file {Path(file).expanduser().absolute()}.")
 
 
 def _files_first(args: list[str]) -> list[str]:

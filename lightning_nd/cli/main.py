@@ -39,30 +39,51 @@ _COMMAND_HELP = """usage: lightning-nd {command} --config RECIPE.yaml [--key val
 
 {what}.
 
-Every key of a configuration file is also an option: --trainer.max_steps 100 --optimizer.lr 2e-5 --nd.tp 2.
+Every key of a configuration file is also an option: --nd.tp 2 --data.micro_batch_size 4{example}.
 Options win over files, and later files over earlier ones.
 
-  -c, --config FILE          a recipe; can be given several times
-  --model.model PATH         model folder or hub id
-  --data.train FILE          rows to train on (JSONL: messages, prompt + completion, or text)
-  --data.val FILE            rows to validate on
-  --nd.tp, --nd.dp_shard,    the layout: how many ranks share a layer, share the parameters,
-  --nd.dp_replicate, --nd.cp   hold replicas, share a sequence
-  --trainer.devices N        processes on this machine; the product of the degrees when left out
-  --trainer.max_steps N      length of the run
-  --trainer.precision P      32-true, bf16-mixed, bf16-true
-  --optimizer CLASS          a torch optimizer class; --optimizer.lr 1e-5 sets its arguments
-  --lr_scheduler CLASS       a schedule, stepped once per optimizer step
-  --trainer.callbacks+=CLASS add to the list of the file (= replaces it)
-  --trainer.default_root_dir DIR   where results go (runs/<name of the recipe>)
-  --ckpt_path PATH           resume from, or evaluate, a checkpoint; last takes the newest complete one
-  --auto-resume              go on from the newest complete checkpoint of the folder, or start if there is none
-  --overwrite true           replace an earlier run in the same folder
-{extra}
+{options}
   --print_config             the complete configuration of this command, and exit
   --model.help CLASS, --data.help CLASS, --optimizer.help CLASS   the arguments of a class
   --help-all                 every option of the Trainer and the strategy
 """
+
+#: Options of all commands that read a recipe, and of some.
+_COMMON = """  -c, --config FILE          a recipe; can be given several times
+  --model.model PATH         model folder or hub id
+{data}
+  --nd.tp, --nd.dp_shard,    the layout: how many ranks share a layer, share the parameters,
+  --nd.dp_replicate, --nd.cp   hold replicas, share a sequence
+  --nd.activation_checkpointing HOW   none, full, selective or every n-th block
+  --trainer.devices N        processes on this machine; the product of the degrees when left out
+  --trainer.precision P      32-true, bf16-mixed, bf16-true
+  --trainer.default_root_dir DIR   where results go (runs/<name of the recipe>)"""
+_DATA = {
+    "fit": """  --data.train FILE          rows to train on (JSONL: messages, prompt + completion, or text)
+  --data.val FILE            rows to validate on""",
+    "validate": "  --data.val FILE            rows to validate on",
+    "test": "  --data.test FILE           rows to test on",
+    "predict": "  --data.predict FILE        rows to score",
+}
+_FIT_OPTIONS = """
+  --trainer.max_steps N      length of the run
+  --optimizer CLASS          a torch optimizer class; --optimizer.lr 1e-5 sets its arguments
+  --lr_scheduler CLASS       a schedule, stepped once per optimizer step
+  --trainer.callbacks+=CLASS add to the list of the file (= replaces it)
+  --ckpt_path PATH           resume from a checkpoint; last takes the newest complete one
+  --auto-resume              go on from the newest complete checkpoint of the folder, or start if there is none
+  --overwrite true           replace an earlier run in the same folder"""
+_EVALUATION_OPTIONS = """
+  --ckpt_path PATH           evaluate a checkpoint"""
+
+
+def command_help(command: str, what: str, extra: str = "") -> str:
+    """The help of a command that reads a recipe: the options that people change."""
+    options = _COMMON.format(data=_DATA.get(command, _DATA["fit"]))
+    own = "\n" + extra.rstrip("\n") if extra else ""
+    options += _FIT_OPTIONS if command == "fit" else _EVALUATION_OPTIONS if command in _DATA else own
+    example = " --optimizer.lr 2e-5" if command in ("fit", "verify") else ""
+    return _COMMAND_HELP.format(command=command, what=what, example=example, options=options)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -90,7 +111,7 @@ def main(args: list[str] | None = None) -> int:
         extra = getattr(module, "HELP", "") if command == "verify" else ""
         # of a command that takes no recipe
         usage = getattr(module, "EXPORT_USAGE" if command == "export" else "USAGE", None)
-        print(usage or _COMMAND_HELP.format(command=command, what=what[0].upper() + what[1:], extra=extra))
+        print(usage or command_help(command, what[0].upper() + what[1:], extra))
         return 0
     _quiet()
     rest = ["--help" if option == "--help-all" else option for option in rest]

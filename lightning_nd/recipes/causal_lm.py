@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -379,13 +380,17 @@ class CausalLM(LightningModule):
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", self.tokenizer)
         if length := self.overrides.get("max_position_embeddings"):
             tokenizer.model_max_length = max(tokenizer.model_max_length, length)
-        if self.lora is not None and self.hparams["export"] != "merged":
+        kind = "adapter" if self.lora is not None and self.hparams["export"] != "merged" else "model"
+        if kind == "adapter":
             base = str(Path(self.source).absolute()) if Path(self.source).is_dir() else self.source
             save_adapter(self.model, folder, base=base, tokenizer=tokenizer, overwrite=True)
         else:
             save_pretrained(self.model, folder, tokenizer=tokenizer, overwrite=True)
         self.exported_to = folder
-        rank_zero_info(f"Exported the model to {folder.absolute()}")
+        if self.trainer.is_global_zero:
+            dtype = json.loads((folder / "config.json").read_text()).get("dtype") if kind == "model" else None
+            stored = f" in {dtype}" if dtype else ""
+            rank_zero_info(f"Exported the {kind}{stored} to {folder.absolute()}")
 
 
 def _nll_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:

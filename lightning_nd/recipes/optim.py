@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import instantiate_class
 from lightning.pytorch.utilities import rank_zero_info
@@ -89,6 +90,18 @@ def schedule_bounds(total_steps: int, warmup: int | float, decay_over: int | flo
             f" must be from 1 to {total_steps - steps} steps."
         )
     return steps, total_steps - length
+
+
+def check_optimizer(optimizer: dict[str, Any]) -> None:
+    """Refuse values that an optimizer does not take, before anything is started.
+
+    Raises:
+        ValueError: with the optimizer's own words.
+    """
+    try:
+        instantiate_class([nn.Parameter(torch.zeros(2, 2))], optimizer)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"optimizer {optimizer['class_path']}: {error}") from error
 
 
 def check_schedule(scheduler: dict[str, Any] | None, total_steps: int) -> None:
