@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from lightning.pytorch import Callback  # noqa: E402
-from resuming import SaveAt, run, write_rows  # noqa: E402
+from resuming import SaveAt, all_rows, run, write_rows  # noqa: E402
 
 from lightning_nd.checkpoint.manifest import find_last, read_manifest  # noqa: E402
 
@@ -49,19 +49,22 @@ class Record(Callback):
     def __init__(self, file: Path) -> None:
         self.file = file
 
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.before = trainer.global_step
+
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        story = module.story
-        done, self.seen = len(story.losses), getattr(self, "seen", 0)
-        if trainer.is_global_zero and done > self.seen:
-            line = {
-                "step": trainer.global_step,
-                "rate": story.rates[-1],
-                "loss": story.losses[-1],
-                "rows": story.rows[-1],
-            }
+        if trainer.global_step == self.before:
+            return
+        rows = all_rows(module._rows, trainer.strategy)  # before the module has put them into its story
+        line = {
+            "step": trainer.global_step,
+            "rate": module.story.rates[-1],
+            "loss": float(trainer.strategy.step_loss),
+            "rows": rows,
+        }
+        if trainer.is_global_zero:
             with self.file.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        self.seen = done
 
 
 class Every(SaveAt):

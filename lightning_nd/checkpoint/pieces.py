@@ -56,10 +56,6 @@ class Pieces:
         """Of this rank's part."""
         return self.local.numel() * self.local.element_size()
 
-    def snapshot(self) -> Pieces:
-        """The same on the host, in memory of its own: training goes on while it is written."""
-        return Pieces(self.shape, self.local.to("cpu", copy=True), self.box)
-
     def rectangles(self) -> Iterator[tuple[torch.Size, Tensor]]:
         """Each rectangle: offsets in the whole, and the view of ``local`` that holds it."""
         spans = []

@@ -57,6 +57,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._removals: list[Path] = []
+        self._staging: dict[str, Tensor] = {}
         #: Checkpoints to take in turn if the one to be loaded is damaged; set where "last" was asked for.
         self.others: list[Path] = []
         self.weights_only: bool | None = None
@@ -126,7 +127,7 @@ class Saver:
             torch.save(resume.plain({**checkpoint, OURS: ours}), stream)
             meta = stream.getvalue()
         if background:
-            sharded = _snapshot(sharded)
+            sharded = _snapshot(sharded, self._staging)
         return lambda: write_folder(sharded, meta, target, manifest, self._writing)
 
     def _prepare_file(
@@ -146,7 +147,7 @@ class Saver:
             content = resume.plain({**checkpoint, OURS: {**ours, "manifest": manifest.as_dict(), "optimizers": named}})
             content["state_dict"] = tensors
             if background:
-                content = _snapshot(content)
+                content = _snapshot(content, self._staging)
         return lambda: write_file(content, target, self._writing)
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -363,16 +364,19 @@ class Saver:
         return found
 
 
-def _snapshot(tree: Any) -> Any:
-    """Tensors copied to the host, so that training may change them."""
+def _snapshot(tree: Any, staging: dict[str, Tensor], place: str = "") -> Any:
+    """Tensors copied to the host, so that training may change them; into the memory of the last copy where it fits."""
     if isinstance(tree, Pieces):
-        return tree.snapshot()
+        return Pieces(tree.shape, _snapshot(tree.local, staging, place), tree.box)
     if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
+        kept = staging.get(place)
+        if kept is None or kept.shape != tree.shape or kept.dtype != tree.dtype:
+            kept = staging[place] = torch.empty_like(tree, device="cpu", memory_format=torch.contiguous_format)
+        return kept.copy_(tree.detach())
     if isinstance(tree, Mapping):
-        return {key: _snapshot(value) for key, value in tree.items()}
+        return {key: _snapshot(value, staging, f"{place}.{key}") for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_snapshot(value) for value in tree)
+        return type(tree)(_snapshot(value, staging, f"{place}.{i}") for i, value in enumerate(tree))
     return tree
 
 
