@@ -1,4 +1,7 @@
-"""What people do with checkpoints in Lightning: it works here, or is refused with the reason."""
+"""What people do with checkpoints in Lightning: it works here, or is refused with the reason.
+
+Reported elsewhere: C19 (validate reads another path than fit), E07 (a resumed log starts anew).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Preemption, full disks and slow disks: what was trained is saved once, by all ranks together, or not lost."""
+"""Preemption, full disks and slow disks: what was trained is saved once, by all ranks together, or not lost.
+
+Reported elsewhere: C11 (export times out on a slow disk), C14 (the first save meets a full disk), C18 (saving under tp
+hangs), E01 (one rank fails while saving).
+"""
 
 from __future__ import annotations
 
