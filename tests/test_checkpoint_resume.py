@@ -1,6 +1,6 @@
 """A run that was saved on one layout goes on with another as if nothing had happened.
 
-Reported elsewhere: C01 (a batch twice), C03 (learning rates jump), C04 (other degrees), C05 (moments lost, half frozen).
+Reported elsewhere: C01 (a batch twice), C03 (rates jump), C04 (other degrees), C05 (moments lost, half frozen).
 """
 
 from __future__ import annotations
