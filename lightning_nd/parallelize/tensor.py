@@ -117,6 +117,52 @@ def check_tensor_parallel(model: nn.Module, tp_plan: TPPlan | Literal["auto"], s
             style.check(name, modules[name], size)
 
 
+@dataclass(frozen=True)
+class Split:
+    """What tensor parallelism would divide in a model, whatever the degree.
+
+    Attributes:
+        split: names of the parameters that are divided.
+        grouped: of key and value projections: how many heads they have; a degree that does not divide that leaves the
+            projection whole.
+        regions: every region by name (see `styles.py`), and whether it is pure.
+        widths: of a region, the features of its split layers.
+    """
+
+    split: frozenset[str] = frozenset()
+    grouped: Mapping[str, int] = field(default_factory=dict)
+    regions: Mapping[str, bool] = field(default_factory=dict)
+    widths: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+
+def describe_split(model: nn.Module, tp_plan: TPPlan | Literal["auto"] = "auto") -> Split:
+    """What `apply_tensor_parallel` would divide, asked of a model on meta without a mesh.
+
+    Raises:
+        ValueError: if there is no plan for the model, or a style in it is unknown.
+    """
+    assignment = _assign(model, resolve_plan(model, tp_plan, 2))
+    regions = _find_regions(model, assignment, trusted=getattr(model, "tp_plan", None) is not None)
+    grouped: dict[str, int] = {}
+    for name, module in _kv_projection_names(model, assignment):
+        for key in (f"{name}.k_proj", f"{name}.v_proj"):
+            heads = _linear(module, key.rpartition(".")[2]).out_features // int(module.head_dim)  # type: ignore[arg-type]
+            grouped.update({f"{key}.{own}": heads for own, _ in model.get_submodule(key).named_parameters()})
+    divided: set[str] = set()
+    widths: dict[str, set[int]] = {}
+    for name, module in model.named_modules():
+        style = assignment.modules.get(name, STYLES["replicate"])
+        for key, parameter in module.named_parameters(recurse=False):
+            full_name = f"{name}.{key}" if name else key
+            placement = assignment.parameters.get(full_name, style).placement(key, parameter.dim())
+            if placement.is_replicate():
+                continue
+            divided.add(full_name)
+            if (region := _enclosing(name, regions)) is not None:
+                widths.setdefault(region, set()).add(parameter.shape[placement.dim])  # type: ignore[attr-defined]
+    return Split(frozenset(divided), grouped, regions, {k: frozenset(v) for k, v in widths.items()})
+
+
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, tp_plan: TPPlan | Literal["auto"] = "auto", sequence_parallel: bool = True
 ) -> TensorParallelism:
@@ -427,9 +473,11 @@ def _shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: Mapping[st
 __all__ = [
     "STYLES",
     "ShardedParameter",
+    "Split",
     "TPPlan",
     "TensorParallelism",
     "apply_tensor_parallel",
     "check_tensor_parallel",
+    "describe_split",
     "resolve_plan",
 ]
