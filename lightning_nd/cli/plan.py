@@ -1,4 +1,4 @@
-"""``lightning-nd plan``: what a layout does, told without loading a model or starting processes."""
+"""``lightning-nd plan``: which layout fits, how fast it is and why, without weights, GPUs or processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,36 @@ from lightning_nd.attention.layout import LAYOUTS, Documents, LayoutChoice, choo
 from lightning_nd.attention.plan import build_plan
 from lightning_nd.cli.keys import ConfigError
 
-USAGE = """usage: lightning-nd plan --draw-attention FILE --cp N (--tokens N | --documents LENGTHS) [...]
+USAGE = """usage: lightning-nd plan --model MODEL --gpus N --gpu KIND --seq-len N [...]
+       lightning-nd plan --draw-attention FILE --cp N (--tokens N | --documents LENGTHS) [...]
+
+Rank every layout and setting that fit would run and that fits into memory. Nothing is downloaded but the model's
+configuration, and no process is started.
+
+  --model MODEL           a model folder, a config.json or a hub id
+  --gpus N                how many there are
+  --gpu KIND              h100-80gb, a100-80gb, h200-141gb, b200-180gb, …: any other name lists them all
+  --gpu-file FILE         a TOML file that adds GPUs or corrects numbers of known ones
+  --gpus-per-node N       (8)
+  --inter-gbps N          Gbit/s a GPU between nodes (the GPU's usual network)
+  --seq-len N             tokens of a row
+  --global-batch-tokens N tokens of an optimizer step: 4M (4 × 1024²), 512k, 65536; left out: one micro-batch a rank
+  --documents-mean N      mean length of the documents packed into a row (one document a row)
+  --lora [R]              pairs of rank R (16) beside frozen layers
+  --precision P           bf16-mixed, bf16-true, 32-true
+  --micro-batch N         rows; left out: all that fit
+  --checkpointing KIND    none, full, selective, or n for every n-th block; left out: all
+  --compile               blocks are compiled
+  --dp-replicate, --dp-shard, --cp, --tp N    fix a degree
+  --top N                 rows of the table (10)
+  --explain LAYOUT        where bytes and milliseconds go: a place in the table, or
+                          tp=2,cp=4,dp_shard=8[,dp_replicate=..,micro_batch=..,accumulation=..,checkpointing=..]
+  --write FILE            a recipe of the best layout (of LAYOUT with --explain) that fit runs
+  --plot FILE             memory against speed, and memory by category: .png, .svg or .pdf
+  --json                  the table as JSON
 
 Draw how context parallelism would split a sequence: who owns which tokens, who computes which part of the mask, and
-what travels. No model is loaded and no process started.
+what travels.
 
   --draw-attention FILE   the picture to write: .png, .svg or .pdf
   --cp N                  ranks that share the sequence
@@ -34,6 +60,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main_command(command: str, args: list[str]) -> int:
+    """Plan a run, or draw its attention."""
+    if any(option.partition("=")[0] == "--draw-attention" for option in args):
+        return _draw_attention(command, args)
+    from lightning_nd.cli.planning import plan_command
+
+    return plan_command(command, args)
+
+
+def _draw_attention(command: str, args: list[str]) -> int:
     """Draw the plan of attention for the documents and the layout that the options name."""
     parser = _Parser(prog=f"lightning-nd {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--draw-attention", metavar="FILE", type=Path, required=True)

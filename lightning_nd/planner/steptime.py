@@ -193,7 +193,7 @@ def step_time(
                 compute[part] += n * (getattr(forward, part) + getattr(backward, part))
             compute["recompute"] += n * again_time
             for parts in (forward, backward):
-                compute["launch"] += n * (parts.busy - parts.matmul - parts.attention - parts.elementwise)
+                compute["launch"] += n * max(0.0, parts.launch - parts.matmul - parts.attention - parts.elementwise)
         # the first gather and the last reduction have nothing to hide behind
         if block is model.blocks[0]:
             exposed["dp_shard"] += setting.accumulation * 2 * gather + reduce

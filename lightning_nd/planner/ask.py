@@ -1,0 +1,81 @@
+"""From what a user names to what the search needs: a model's facts and what `fit` would refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_nd.mesh import ParallelDims
+from lightning_nd.parallelize import check_tensor_parallel, roots
+from lightning_nd.parallelize.context import check_context_parallel
+from lightning_nd.planner.facts import facts_of, skeleton
+from lightning_nd.planner.model import ModelFacts
+from lightning_nd.planner.search import Refusal
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightning_nd.recipes.lora import LoRA
+
+
+def read_model_config(name: str, **overrides: Any) -> PretrainedConfig:
+    """The configuration behind a hub id, a model folder or a ``config.json``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    from lightning_nd.recipes.causal_lm import read_config, resolve_source
+
+    if name.endswith(".json"):
+        if not Path(name).expanduser().is_file():
+            raise ValueError(f"model: there is no file {Path(name).expanduser().absolute()}.")
+        return read_config(str(Path(name).expanduser()), **overrides)
+    return read_config(resolve_source(name), **overrides)
+
+
+def build(config: PretrainedConfig, precision: str, lora: LoRA | None = None) -> PreTrainedModel:
+    """The model without weights, in the dtype in which it computes, with pairs beside its layers if asked."""
+    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    model: Any = skeleton(config, dtype)
+    if lora is not None:
+        model.add_adapter(lora.config(), adapter_name="default")
+    return model
+
+
+def ask(config: PretrainedConfig, name: str, precision: str, lora: LoRA | None = None) -> tuple[ModelFacts, Refusal]:
+    """A model's facts, and the checks that `fit` makes of it before it starts.
+
+    Raises:
+        ValueError: if the model cannot be counted.
+    """
+    model = build(config, precision, lora)
+    return facts_of(model, name), refusals(model)
+
+
+def refusals(model: PreTrainedModel) -> Refusal:
+    """Why `fit` would refuse a layout of this model: its own checks, each asked once a degree."""
+    by_tp: dict[int, str | None] = {}
+    by_cp: dict[bool, str | None] = {}
+    by_data: dict[bool, str | None] = {}
+
+    def refusal(dims: ParallelDims) -> str | None:
+        many = dims.data * dims.cp > 1
+        if dims.tp not in by_tp:
+            by_tp[dims.tp] = _words(check_tensor_parallel, model, "auto", dims.tp)
+        if (dims.cp > 1) not in by_cp:
+            by_cp[dims.cp > 1] = _words(check_context_parallel, model) if dims.cp > 1 else None
+        if many not in by_data:
+            by_data[many] = _words(roots.check_objective, model, dims) if roots.is_causal_lm(model) else None
+        return by_tp[dims.tp] or by_cp[dims.cp > 1] or by_data[many]
+
+    return refusal
+
+
+def _words(check: Any, *args: Any) -> str | None:
+    try:
+        check(*args)
+    except ValueError as error:
+        return str(error)
+    return None

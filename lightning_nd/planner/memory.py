@@ -1,0 +1,190 @@
+"""How much memory one rank needs, in closed form: what is live at each moment of a step, by category.
+
+The moments are those at which a step can peak: the last block's forward, the loss forward and backward, the first and
+the last block's backward, the embedding's gradient, and the optimizer. FSDP2 holds, while a block computes, its
+gathered parameters and those of the next one; in the backward pass also the reduction of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_nd.planner.hardware import GIB
+from lightning_nd.planner.layout import Setting, Work, recomputed
+from lightning_nd.planner.model import Block, ModelFacts
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication")
+#: Reserved over live memory: the allocator's fragments, beside the context of CUDA and NCCL's buffers, in GiB.
+#: Published peaks of reserved memory are 1.12 to 1.23 times the live one.
+FRAGMENTS, CONTEXT = 1.10, 1.5
+_CHUNK = 512 << 20  # bytes of a chunk's logits in float32, see lightning_nd.loss
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Live bytes of one rank at the worst moment of a step.
+
+    Attributes:
+        moment: when that is.
+        parts: bytes by category.
+        moments: bytes at every moment that was looked at.
+    """
+
+    moment: str
+    parts: dict[str, float]
+    moments: dict[str, float]
+
+    @property
+    def live(self) -> float:
+        """Bytes in tensors."""
+        return sum(self.parts.values())
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that the device is short of, fragments and context included."""
+        return FRAGMENTS * self.live + CONTEXT * GIB
+
+
+def memory(model: ModelFacts, setting: Setting, work: Work) -> Memory:
+    """The largest moment of a step, and all others."""
+    moments = {name: parts for name, parts in _moments(model, setting, work)}
+    totals = {name: sum(parts.values()) for name, parts in moments.items()}
+    worst = max(totals, key=lambda name: totals[name])
+    return Memory(worst, {key: moments[worst].get(key, 0.0) for key in CATEGORIES}, totals)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Sizes on one rank, in bytes unless said otherwise."""
+
+    model: ModelFacts
+    setting: Setting
+    work: Work
+
+    @property
+    def tp(self) -> int:
+        return self.setting.dims.tp
+
+    @property
+    def tokens(self) -> float:
+        return self.setting.tokens(self.work.length)
+
+    @property
+    def stream(self) -> float:
+        """The residual stream of one rank between attention and MLP."""
+        shards = self.tp if self.work.sequence_parallel else 1
+        return self.work.compute_bytes * self.model.hidden * self.tokens / shards
+
+    @property
+    def whole_stream(self) -> float:
+        return self.work.compute_bytes * self.model.hidden * self.tokens
+
+    def gathered(self, numel: float) -> float:
+        return self.work.compute_bytes * numel
+
+    def saved(self, block: Block) -> float:
+        """Kept from forward to backward, of all blocks of this kind."""
+        each = self.full(block)
+        if self.setting.checkpointing == "selective":
+            kept = block.kept.on(self.tp, self.work.sequence_parallel) * self.tokens
+            return block.count * (kept + self.stream)
+        again = recomputed(self.setting.checkpointing, block.count)
+        return again * self.stream + (block.count - again) * each
+
+    def full(self, block: Block) -> float:
+        """Kept of one block that is not checkpointed."""
+        return block.saved.on(self.tp, self.work.sequence_parallel) * self.tokens
+
+
+def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[str, dict[str, float]]]:
+    rank = _Rank(model, setting, work)
+    tp, shards, tokens, width = rank.tp, setting.shards, rank.tokens, work.compute_bytes
+    trainable, frozen = model.trainable.on(tp), model.frozen.on(tp)
+    frozen_bytes = 2 if work.precision != "32-true" else 4
+    state = {
+        "parameters": (work.weight_bytes * trainable + frozen_bytes * frozen) / shards,
+        "optimizer": work.state_bytes * trainable / shards,
+    }
+    gradient = work.weight_bytes * trainable / shards
+    unreduced = 4 * trainable if setting.accumulation > 1 else 0.0  # FSDP2 keeps them whole, in the dtype of reduction
+    saved = sum(rank.saved(block) for block in model.blocks)
+    largest = max(model.blocks, key=lambda block: block.parameters.on(tp))
+    heaviest = max(model.blocks, key=rank.full)
+    unit, trained = largest.parameters.on(tp), largest.trainable.on(tp)
+    held = 0.0 if setting.reshard else rank.gathered(sum(b.count * b.parameters.on(tp) for b in model.blocks) - unit)
+    head = (model.embedding if model.is_tied else model.head).on(tp)
+    table = rank.gathered(head if model.is_tied else 0.0)  # a tied table is the root's, gathered for the whole pass
+    is_split = shards > 1 or setting.dims.dp_replicate > 1
+    # the norm after the last block, which sees whole rows on every tp rank, and the head's input
+    final = tokens * model.hidden * (4 + 2 * width if width == 2 else 2 * width)
+    rotary = 2 * width * max((c.head_dim for b in model.blocks for c in b.attention), default=0) * work.length / setting.dims.cp
+    whole = rank.saved(heaviest) / heaviest.count
+    unchecked = max(0.0, rank.full(heaviest) - whole)  # what recomputing a block adds
+
+    def moment(**parts: float) -> dict[str, float]:
+        return {**state, "gradients": unreduced, **parts}
+
+    # the last block forward: its own tensors beside everything kept before
+    working = rank.full(heaviest) * (0.35 if unchecked else 0.0) + 3 * rank.stream
+    yield "forward", moment(
+        activations=saved - (whole if unchecked else 0.0) + working + rotary,
+        communication=held + table + 2 * rank.gathered(unit),
+    )
+    logits_forward, logits_backward, grads = _loss(model, rank, head)
+    # the head's parameters: gathered, and the buffer that they came in
+    gather = 2 * rank.gathered(head) if is_split and not model.is_tied else rank.gathered(head)
+    yield "loss forward", moment(activations=saved + final + rotary, loss=logits_forward, communication=held + gather)
+    yield "loss backward", moment(
+        activations=saved + final + rotary,
+        loss=logits_backward,
+        communication=held + rank.gathered(head),
+        gradients=unreduced + grads,
+    )
+    trains_head = model.trains_head or (model.is_tied and model.trains_embedding)
+    if trains_head and not model.is_tied:
+        yield "head's gradient", moment(
+            activations=saved + 2 * rank.whole_stream + rotary,
+            communication=held + (width + width + 4) * head,
+            gradients=unreduced,
+        )
+    # the last block's backward: all activations are there, and few gradients
+    temporary = 2 * rank.stream + 0.25 * rank.full(heaviest)
+    product = rank.gathered(max(0.0, trained) / 3)
+    before = (4 * head if trains_head and not model.is_tied else 0.0) / (1 if is_split else 1)
+    pending = width * head if trains_head and model.is_tied else 0.0  # a tied head's gradient waits for the embedding's
+    yield "first block's backward", moment(
+        activations=saved + unchecked + temporary + rotary,
+        communication=held + table + (2 if setting.reshard and model.layers > 1 else 1) * rank.gathered(unit) + before,
+        gradients=unreduced + product + pending + work.weight_bytes * (head if trains_head and not model.is_tied else 0) / shards,
+    )
+    yield "last block's backward", moment(
+        activations=rank.full(heaviest) + temporary + rotary,
+        communication=rank.gathered(unit) + table + 4 * trained,
+        gradients=unreduced + product + pending + gradient - work.weight_bytes * (trained + model.embedding.on(tp)) / shards,
+    )
+    if model.trains_embedding:
+        rows = model.embedding.on(tp)
+        yield "embedding's gradient", moment(
+            activations=rank.stream,
+            communication=(4 + width) * rows + 4 * trained + table,
+            gradients=unreduced + gradient + width * rows,
+        )
+    # foreach kernels make one temporary of the size of the weights
+    yield "optimizer", moment(gradients=gradient, communication=0.0, activations=work.weight_bytes * trainable / shards)
+
+
+def _loss(model: ModelFacts, rank: _Rank, head: float) -> tuple[float, float, float]:
+    """Bytes of logits and loss, forward and backward, and of the head's gradient made there."""
+    width, tokens = rank.work.compute_bytes, rank.tokens
+    if not rank.work.chunked_loss:
+        logits = tokens * model.vocabulary
+        return (width + 4 + (4 if width == 2 else 0)) * logits, 12 * logits, 0.0
+    vocabulary = model.vocabulary / rank.tp
+    chunk = min(tokens, max(16, _CHUNK // (4 * vocabulary)))
+    trains = model.trains_head or (model.is_tied and model.trains_embedding)
+    # a chunk's logits, in float32, their gradient; the gradients of tokens and weights, which wait for backward
+    waiting = width * model.hidden * tokens
+    chunks = (2 * width + 4 + 4) * chunk * vocabulary
+    weights = 4 * head if trains else 0.0
+    return chunks + waiting + weights, waiting + (width * head if trains else 0.0), weights * 0.0
