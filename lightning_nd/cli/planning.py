@@ -137,17 +137,7 @@ def _work(given: Any) -> Work:
             raise ConfigError(
                 f"--global-batch-tokens {given.global_batch_tokens} is less than one row of {given.seq_len:,} tokens."
             )
-    from lightning_nd import loss
-
-    chunked = hasattr(loss, "LossOptions")
-    return Work(
-        given.seq_len,
-        rows,
-        given.precision,
-        compiled=given.compile,
-        documents=given.documents_mean,
-        chunked_loss=chunked,
-    )
+    return Work(given.seq_len, rows, given.precision, compiled=given.compile, documents=given.documents_mean)
 
 
 def read_count(text: str) -> int:

@@ -35,12 +35,23 @@ def read_model_config(name: str, **overrides: Any) -> PretrainedConfig:
     return read_config(resolve_source(name), **overrides)
 
 
-def build(config: PretrainedConfig, precision: str, lora: LoRA | None = None) -> PreTrainedModel:
-    """The model without weights, in the dtype in which it computes, with pairs beside its layers if asked."""
-    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
-    model: Any = skeleton(config, dtype)
+def build(
+    config: PretrainedConfig, precision: str, lora: LoRA | None = None, *, weights: bool = False
+) -> PreTrainedModel:
+    """The model on meta with pairs beside its layers if asked, in the dtype in which it computes.
+
+    Args:
+        config: of the model.
+        precision: of the Trainer.
+        lora: the pairs.
+        weights: in the dtype in which the optimizer sees the weights instead.
+    """
+    wide = precision == "32-true" or (weights and precision == "bf16-mixed" and lora is None)
+    model = skeleton(config, torch.float32 if wide else torch.bfloat16)
     if lora is not None:
-        model.add_adapter(lora.config(), adapter_name="default")
+        from lightning_nd.checkpoint.adapters import add_adapters
+
+        add_adapters(model, lora.config())
     return model
 
 

@@ -1,0 +1,148 @@
+"""Counts live storages and what collectives carry, as a program runs on fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class LiveStorages(TorchDispatchMode):
+    """Bytes of all storages that dispatched operations have made and nobody has freed.
+
+    Attributes:
+        phase: what is running; set by whoever runs it.
+        live: bytes now.
+        peaks: by phase.
+    """
+
+    def __init__(self, fake: FakeTensorMode | None) -> None:
+        super().__init__()
+        self.phase = "start"
+        self.live = 0
+        self.peaks: dict[str, int] = defaultdict(int)
+        self.peak_made: dict[str, dict[str, int]] = {}
+        self._fake = fake
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._made: dict[str, int] = defaultdict(int)
+        self._resize: Any = None
+
+    def add(self, tensors: Iterable[Any]) -> None:
+        """Count tensors that were there before."""
+        for tensor in tensors:
+            self._add(tensor)
+        self._note()
+
+    def _add(self, tensor: Any) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage)
+        if known is not None:
+            self._change(known, storage.nbytes())
+            return
+        record = [0, self.phase]
+        self._known[storage] = record
+        self._change(record, storage.nbytes())
+        weakref.finalize(storage, self._change, record, 0)
+
+    def _change(self, record: list[Any], size: int) -> None:
+        self.live += size - record[0]
+        self._made[record[1]] += size - record[0]
+        record[0] = size
+
+    def _note(self) -> None:
+        if self.live > self.peaks[self.phase]:
+            self.peaks[self.phase] = self.live
+            self.peak_made[self.phase] = dict(self._made)
+
+    def __enter__(self) -> Any:
+        self._resize = torch.UntypedStorage.resize_
+        tracker = self
+
+        def resize_(storage: Any, size: int) -> Any:  # FSDP2 frees and takes back its buffers so
+            result = tracker._resize(storage, size)
+            if (record := tracker._known.get(storage)) is not None:
+                tracker._change(record, storage.nbytes())
+                tracker._note()
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        if func is torch.ops._c10d_functional.wait_tensor.default and self._fake is not None:
+            return args[0]  # the real one returns its argument; the fake one a new tensor
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            self._add(tensor)
+        self._note()
+        return out
+
+
+class Traffic(TorchDispatchMode):
+    """Collectives by axis and kind: how many, and the bytes of their whole messages on one rank."""
+
+    def __init__(self, axes: dict[str, str]) -> None:
+        super().__init__()
+        self.axes = axes
+        self.found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "barrier")):
+            group = next((axis for axis in map(self._axis, _flat(args)) if axis is not None), "world")
+            message = max((_size(t) for t in (*_tensors(args), *_tensors(out))), default=0)
+            entry = self.found[group, name.strip("_").removesuffix("_base").removesuffix("_tensor")]
+            entry[0] += 1
+            entry[1] += message
+        return out
+
+    def _axis(self, argument: Any) -> str | None:
+        if isinstance(argument, str):
+            return self.axes.get(argument)
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                return self.axes.get(torch.distributed.ProcessGroup.unbox(argument).group_name)
+            except (RuntimeError, TypeError):
+                return None
+        return None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (item for item in _flat(value) if isinstance(item, Tensor))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
