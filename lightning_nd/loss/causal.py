@@ -99,6 +99,11 @@ def _check_shapes(logits: Tensor, targets: Tensor) -> None:
         )
 
 
+def _supervised(targets: Tensor) -> Tensor:
+    """Places of the supervised tokens; how many there are is known from the data alone."""
+    return (targets != IGNORE).nonzero().squeeze(1)
+
+
 def _take_apart(
     logits: PendingLogits, targets: Tensor, options: LossOptions
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None, Tensor, Recipe] | None:
@@ -108,7 +113,7 @@ def _take_apart(
     if logits.is_made or options.chunk is None or len(kinds) > 1 or any(p.bias is not None for p in products[1:]):
         return None
     flat = targets.reshape(-1)
-    index = (flat != IGNORE).nonzero().squeeze(1)
+    index = _supervised(flat)
     kept = flat[index]
     check_targets(kept, logits.shape[-1])
     pairs = []

@@ -202,6 +202,8 @@ class PendingLogits(Tensor):
         if isinstance(me, PendingLogits) and me._made is None:
             if func == _getter("requires_grad"):  # a new object each time
                 return torch.is_grad_enabled() and any(p.trains for p, _ in me.terms)
+            if func == _getter("_base"):  # FSDP2 asks every output of a unit whether it is a view
+                return None
             if func is Tensor.register_hook and len(args) == 2:
                 me._hooks.append(args[1])
                 return None
@@ -398,5 +400,10 @@ def find_head(model: Any) -> Head | None:
     if not isinstance(head, nn.Module):
         return None
     outer = getattr(head, "out_features", None)
-    layers = [m for m in head.modules() if type(m) is nn.Linear and m.out_features == outer]
+    layers = [m for m in head.modules() if _is_linear(m) and m.out_features == outer]
     return Head(layers) if layers else None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a layer computes as `nn.Linear` does; FSDP2 gives its units a class of their own."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
