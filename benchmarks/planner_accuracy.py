@@ -1,7 +1,7 @@
 """How well the planner predicts published step times, and the constants it predicts them with.
 
     python benchmarks/planner_accuracy.py                      # report on the held-out half of the published table
-    python benchmarks/planner_accuracy.py --fit                # fit the constants on the other half first, and print them
+    python benchmarks/planner_accuracy.py --fit                # fit the constants on the other half first
     python benchmarks/planner_accuracy.py --table other.csv --max-mape 10     # all rows of another table
 
 A row is held out if a hash of what was run (not of how fast it was) is odd. Rows that this package could not run
@@ -219,7 +219,9 @@ def fit(rows: list[Row], gpus: dict[str, GPU], rounds: int = 12) -> tuple[Consta
     used = sorted({row.gpu for row in rows})
 
     def loss(constants: Constants, table: dict[str, GPU]) -> float:
-        errors = (abs(math.log(row.predict(constants, table) / row.measured)) * weights[row.source] ** -0.5 for row in rows)
+        errors = (
+            abs(math.log(row.predict(constants, table) / row.measured)) * weights[row.source] ** -0.5 for row in rows
+        )
         return sum(errors) / total
 
     constants, table = CONSTANTS, dict(gpus)
@@ -272,20 +274,25 @@ def ranking(rows: list[Row], predict: Callable[[Row], float]) -> tuple[int, int,
     for row in rows:
         s = row.setting
         per_step = s.rows
-        groups[row.source, row.model, row.gpu, row.gpus, row.work.length, row.fp8, row.work.compiled, per_step].append(row)
+        groups[row.source, row.model, row.gpu, row.gpus, row.work.length, row.fp8, row.work.compiled, per_step].append(
+            row
+        )
     good, lines = 0, []
-    found = [group for group in groups.values() if len({repr(row.setting) + str(row.setting.owners) for row in group}) > 1]
+    found = [
+        group for group in groups.values() if len({repr(row.setting) + str(row.setting.owners) for row in group}) > 1
+    ]
     for group in found:
         chosen, best = max(group, key=predict), max(group, key=lambda row: row.measured)
         hit = chosen.measured >= 0.95 * best.measured
         good += hit
-        lines.append(f"  {'ok  ' if hit else 'MISS'} {best.source}, {best.model}, {best.gpus} GPUs, {len(group)} rows: chose"
+        mark = "ok  " if hit else "MISS"
+        lines.append(f"  {mark} {best.source}, {best.model}, {best.gpus} GPUs, {len(group)} rows: chose"
                      f" {chosen.measured:.0f} of {best.measured:.0f} tokens/s")  # fmt: skip
     return good, len(found), lines
 
 
 def pairs(rows: list[Row], predict: Callable[[Row], float]) -> tuple[int, int]:
-    """Pairs of rows of one model, GPU and source whose speeds differ by more than 5%: in the right order?"""
+    """Pairs of rows of one model, GPU and source that differ by more than 5%: how many are in the right order."""
     groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.source, row.model, row.gpu].append(row)
@@ -369,7 +376,9 @@ def _plot(path: Path, rows: list[Row], predict: Callable[[Row], float]) -> None:
         axes.scatter([r.measured for r in part], [predict(r) for r in part], s=22, alpha=0.75, label=source)
     low, high = min(r.measured for r in rows) * 0.8, max(r.measured for r in rows) * 1.25
     axes.plot([low, high], [low, high], color="black", linewidth=1)
-    axes.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], color="black", alpha=0.08, linewidth=0)
+    axes.fill_between(
+        [low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], color="black", alpha=0.08, linewidth=0
+    )
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
     axes.set(xlabel="measured, tokens / s / GPU", ylabel="predicted, tokens / s / GPU")
     axes.set_title("Held-out rows; the band is ±10 %", fontsize=11)

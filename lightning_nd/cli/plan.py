@@ -35,6 +35,8 @@ configuration, and no process is started.
   --top N                 rows of the table (10)
   --explain LAYOUT        where bytes and milliseconds go: a place in the table, or
                           tp=2,cp=4,dp_shard=8[,dp_replicate=..,micro_batch=..,accumulation=..,checkpointing=..]
+  --verify                run the best layout (LAYOUT with --explain) as one rank of its world on fake tensors, in a
+                          process of its own: live memory by phase, bytes by axis, and every error of the real run
   --write FILE            a recipe of the best layout (of LAYOUT with --explain) that fit runs
   --plot FILE             memory against speed, and memory by category: .png, .svg or .pdf
   --json                  the table as JSON

@@ -15,7 +15,7 @@ from lightning_nd.mesh import AXES, ParallelDims
 from lightning_nd.planner.hardware import Cluster, find_gpu
 from lightning_nd.planner.layout import Checkpointing, Setting, Work
 from lightning_nd.planner.memory import memory
-from lightning_nd.planner.report import as_json, candidate_json, describe_request, explain, table
+from lightning_nd.planner.report import as_json, candidate_json, describe_request, explain, table, verified
 from lightning_nd.planner.search import Candidate, Limits, Plan, Refusal, notes_on, search, suggestions
 from lightning_nd.planner.steptime import step_time
 
@@ -55,6 +55,7 @@ def _parser(command: str) -> _Parser:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--verify", action="store_true")
     return parser
 
 
@@ -85,6 +86,11 @@ def plan_command(command: str, args: list[str]) -> int:
     else:
         print(describe_request(model, work, cluster), end="\n\n")
         print(explain(chosen, model, work, cluster) if chosen else table(plan, cluster, given.top))
+    if given.verify:
+        from lightning_nd.planner.simulate import simulate
+
+        pairs = None if lora is None else lora.as_dict()
+        _say(given, "\n" + verified(picked, simulate(config, picked.setting, work, pairs)))
     if given.write:
         from lightning_nd.planner.recipe import recipe
 
@@ -217,9 +223,7 @@ def read_layout(text: str, gpus: int, rows: int | None) -> Setting:
     return setting
 
 
-def _chosen(
-    text: str, plan: Plan, model: ModelFacts, work: Work, cluster: Cluster, refusal: Refusal
-) -> Candidate:
+def _chosen(text: str, plan: Plan, model: ModelFacts, work: Work, cluster: Cluster, refusal: Refusal) -> Candidate:
     if text.isdigit():
         place = int(text)
         if not 1 <= place <= len(plan.candidates):
@@ -232,9 +236,7 @@ def _chosen(
     return Candidate(setting, found, step_time(model, setting, work, cluster), notes_on(model, setting, cluster))
 
 
-def _nothing(
-    model: ModelFacts, work: Work, cluster: Cluster, refusal: Refusal, limits: Limits, plan: Plan
-) -> str:
+def _nothing(model: ModelFacts, work: Work, cluster: Cluster, refusal: Refusal, limits: Limits, plan: Plan) -> str:
     lines = ["Nothing fits.", describe_request(model, work, cluster)]
     lines += [
         f"  {r.count} settings: {r.reason}" + (f" (closest: {r.closest})" if r.closest else "") for r in plan.rejected
@@ -244,5 +246,7 @@ def _nothing(
         free = search(model, work, cluster, refusal, replace(limits, degrees={})).candidates
         if free:
             hints.insert(0, f"another layout: {free[0].setting}")
-    lines.append("What would fit: " + "; or ".join(hints) + "." if hints else "No small change that was tried would fit.")
+    lines.append(
+        "What would fit: " + "; or ".join(hints) + "." if hints else "No small change that was tried would fit."
+    )
     return "\n".join(lines)

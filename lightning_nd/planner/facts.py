@@ -54,9 +54,18 @@ def facts_of(model: PreTrainedModel, name: str, tp_plan: Any = "auto") -> ModelF
         products, trained = _products(block, path, split, config)
         groups[
             Block(
-                1, sizes[True], sizes[False], products, trained, tuple(record.attention), record.saved(),
-                record.kept(), record.traffic(), record.kernels, _routed(config) if _experts(block) else 0,
-            )  # fmt: skip
+                1,
+                sizes[True],
+                sizes[False],
+                products,
+                trained,
+                tuple(record.attention),
+                record.saved(),
+                record.kept(),
+                record.traffic(),
+                record.kernels,
+                _routed(config) if _experts(block) else 0,
+            )
         ] += 1
         counted.update(id(p) for p in block.parameters())
     rest = _count(model, "", model, split, counted, None)
@@ -163,7 +172,10 @@ class _Record:
     def kept(self) -> PerToken:
         calls = sum(a.heads * a.value_dim for a in self.attention)
         width = self.width
-        kept = [*self.products[::2], (TOKENS * calls * width + 4 * TOKENS * sum(a.heads for a in self.attention), "split")]
+        kept = [
+            *self.products[::2],
+            (TOKENS * calls * width + 4 * TOKENS * sum(a.heads for a in self.attention), "split"),
+        ]
         return _per_token(kept)
 
     width: int = 2

@@ -70,7 +70,9 @@ class Setting:
     checkpointing: Checkpointing = "none"
     reshard: bool = True
     reduces_always: bool = field(default=False, repr=False)  # of other frameworks: every micro-batch is reduced
-    owners: int = field(default=0, repr=False)  # of other frameworks: parameters whole, updated by so many ranks (ZeRO-1)
+    owners: int = field(
+        default=0, repr=False
+    )  # of other frameworks: parameters whole, updated by so many ranks (ZeRO-1)
 
     @property
     def shards(self) -> int:

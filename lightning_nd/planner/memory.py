@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_nd.planner.hardware import GIB
 from lightning_nd.planner.layout import Setting, Work, recomputed
@@ -18,7 +19,16 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "co
 #: Reserved over live memory: the allocator's fragments, beside the context of CUDA and NCCL's buffers, in GiB.
 #: Published peaks of reserved memory are 1.12 to 1.23 times the live one.
 FRAGMENTS, CONTEXT = 1.10, 1.5
-_CHUNK = 512 << 20  # bytes of a chunk's logits in float32, see lightning_nd.loss
+
+
+@lru_cache(maxsize=4096)
+def _chunk(tokens: int, vocabulary: int) -> int:
+    """Tokens whose logits are held at a time, as the loss itself chooses them on a GPU."""
+    import torch
+
+    from lightning_nd.loss import LossOptions
+
+    return LossOptions(kernel="torch").tokens_per_chunk(tokens, vocabulary, torch.device("cuda"))
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ class Memory:
 
 def memory(model: ModelFacts, setting: Setting, work: Work) -> Memory:
     """The largest moment of a step, and all others."""
-    moments = {name: parts for name, parts in _moments(model, setting, work)}
+    moments = dict(_moments(model, setting, work))
     totals = {name: sum(parts.values()) for name, parts in moments.items()}
     worst = max(totals, key=lambda name: totals[name])
     return Memory(worst, {key: moments[worst].get(key, 0.0) for key in CATEGORIES}, totals)
@@ -118,7 +128,13 @@ def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[
     is_split = shards > 1 or setting.dims.dp_replicate > 1
     # the norm after the last block, which sees whole rows on every tp rank, and the head's input
     final = tokens * model.hidden * (4 + 2 * width if width == 2 else 2 * width)
-    rotary = 2 * width * max((c.head_dim for b in model.blocks for c in b.attention), default=0) * work.length / setting.dims.cp
+    rotary = (
+        2
+        * width
+        * max((c.head_dim for b in model.blocks for c in b.attention), default=0)
+        * work.length
+        / setting.dims.cp
+    )
     whole = rank.saved(heaviest) / heaviest.count
     unchecked = max(0.0, rank.full(heaviest) - whole)  # what recomputing a block adds
 
@@ -127,48 +143,89 @@ def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[
 
     # the last block forward: its own tensors beside everything kept before
     working = rank.full(heaviest) * (0.35 if unchecked else 0.0) + 3 * rank.stream
-    yield "forward", moment(
-        activations=saved - (whole if unchecked else 0.0) + working + rotary,
-        communication=held + table + 2 * rank.gathered(unit),
+    yield (
+        "forward",
+        moment(
+            activations=saved - (whole if unchecked else 0.0) + working + rotary,
+            communication=held + table + 2 * rank.gathered(unit),
+        ),
     )
     logits_forward, logits_backward, grads = _loss(model, rank, head)
     # the head's parameters: gathered, and the buffer that they came in
-    gather = 2 * rank.gathered(head) if is_split and not model.is_tied else rank.gathered(head)
+    gather = rank.gathered(head) + (rank.gathered(unit if model.is_tied else head) if is_split else 0.0)
     yield "loss forward", moment(activations=saved + final + rotary, loss=logits_forward, communication=held + gather)
-    yield "loss backward", moment(
-        activations=saved + final + rotary,
-        loss=logits_backward,
-        communication=held + rank.gathered(head),
-        gradients=unreduced + grads,
+    yield (
+        "loss backward",
+        moment(
+            activations=saved + final + rotary,
+            loss=logits_backward,
+            communication=held + rank.gathered(head),
+            gradients=unreduced + grads,
+        ),
     )
     trains_head = model.trains_head or (model.is_tied and model.trains_embedding)
     if trains_head and not model.is_tied:
-        yield "head's gradient", moment(
-            activations=saved + 2 * rank.whole_stream + rotary,
-            communication=held + (width + width + 4) * head,
-            gradients=unreduced,
+        yield (
+            "head's gradient",
+            moment(
+                activations=saved + 2 * rank.whole_stream + rotary,
+                communication=held + (width + width + 4) * head,
+                gradients=unreduced,
+            ),
+        )
+    # that norm's backward, on whole rows in float32, while the head's gradient is reduced and a block gathered
+    if width == 2:
+        yield (
+            "last norm's backward",
+            moment(
+                activations=saved + 6 * 4 * model.hidden * tokens + rotary,
+                communication=held
+                + table
+                + rank.gathered(unit)
+                + (4 * head if trains_head and not model.is_tied else 0.0),
+                gradients=unreduced + work.weight_bytes * (0.0 if model.is_tied or not trains_head else head) / shards,
+            ),
         )
     # the last block's backward: all activations are there, and few gradients
     temporary = 2 * rank.stream + 0.25 * rank.full(heaviest)
     product = rank.gathered(max(0.0, trained) / 3)
-    before = (4 * head if trains_head and not model.is_tied else 0.0) / (1 if is_split else 1)
+    before = 4 * head if trains_head and not model.is_tied else 0.0
     pending = width * head if trains_head and model.is_tied else 0.0  # a tied head's gradient waits for the embedding's
-    yield "first block's backward", moment(
-        activations=saved + unchecked + temporary + rotary,
-        communication=held + table + (2 if setting.reshard and model.layers > 1 else 1) * rank.gathered(unit) + before,
-        gradients=unreduced + product + pending + work.weight_bytes * (head if trains_head and not model.is_tied else 0) / shards,
+    yield (
+        "first block's backward",
+        moment(
+            activations=saved + unchecked + temporary + rotary,
+            communication=held
+            + table
+            + (2 if setting.reshard and model.layers > 1 else 1) * rank.gathered(unit)
+            + before,
+            gradients=unreduced
+            + product
+            + pending
+            + work.weight_bytes * (head if trains_head and not model.is_tied else 0) / shards,
+        ),
     )
-    yield "last block's backward", moment(
-        activations=rank.full(heaviest) + temporary + rotary,
-        communication=rank.gathered(unit) + table + 4 * trained,
-        gradients=unreduced + product + pending + gradient - work.weight_bytes * (trained + model.embedding.on(tp)) / shards,
+    yield (
+        "last block's backward",
+        moment(
+            activations=rank.full(heaviest) + temporary + rotary,
+            communication=rank.gathered(unit) + table + 4 * trained,
+            gradients=unreduced
+            + product
+            + pending
+            + gradient
+            - work.weight_bytes * (trained + model.embedding.on(tp)) / shards,
+        ),
     )
     if model.trains_embedding:
         rows = model.embedding.on(tp)
-        yield "embedding's gradient", moment(
-            activations=rank.stream,
-            communication=(4 + width) * rows + 4 * trained + table,
-            gradients=unreduced + gradient + width * rows,
+        yield (
+            "embedding's gradient",
+            moment(
+                activations=rank.stream,
+                communication=(4 + width) * rows + 4 * trained + table,
+                gradients=unreduced + gradient + width * rows,
+            ),
         )
     # foreach kernels make one temporary of the size of the weights
     yield "optimizer", moment(gradients=gradient, communication=0.0, activations=work.weight_bytes * trainable / shards)
@@ -181,10 +238,10 @@ def _loss(model: ModelFacts, rank: _Rank, head: float) -> tuple[float, float, fl
         logits = tokens * model.vocabulary
         return (width + 4 + (4 if width == 2 else 0)) * logits, 12 * logits, 0.0
     vocabulary = model.vocabulary / rank.tp
-    chunk = min(tokens, max(16, _CHUNK // (4 * vocabulary)))
+    chunk = _chunk(round(tokens), round(vocabulary))
     trains = model.trains_head or (model.is_tied and model.trains_embedding)
     # a chunk's logits, in float32, their gradient; the gradients of tokens and weights, which wait for backward
     waiting = width * model.hidden * tokens
-    chunks = (2 * width + 4 + 4) * chunk * vocabulary
+    chunks = (2 * width + 4) * chunk * vocabulary
     weights = 4 * head if trains else 0.0
     return chunks + waiting + weights, waiting + (width * head if trains else 0.0), weights * 0.0

@@ -175,8 +175,7 @@ class ModelFacts:
     @property
     def trainable(self) -> Sizes:
         """Parameters that have gradients."""
-        found = self._of(True)
-        return found
+        return self._of(True)
 
     @property
     def frozen(self) -> Sizes:

@@ -41,8 +41,8 @@ def patched() -> Iterator[None]:
     # Under fake tensors transformers takes itself to be traced, and would build a mask that no run builds.
     _expect(masking, "find_packed_sequence_indices", "transformers.masking_utils")
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(propagation, "detect_fake_mode", lambda *_, **__: None))
-        stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_, **__: None))
+        stack.enter_context(mock.patch.object(propagation, "detect_fake_mode", return_value=None))
+        stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
         yield
 
 
@@ -64,4 +64,6 @@ def check_version(package: str, version: str, known: tuple[tuple[int, int], tupl
 
 def _expect(module: object, name: str, where: str) -> None:
     if not inspect.isfunction(getattr(module, name, None)):
-        raise PatchError(f"plan --verify: {where} has no function {name!r} any more, so memory would be counted wrongly.")
+        raise PatchError(
+            f"plan --verify: {where} has no function {name!r} any more, so memory would be counted wrongly."
+        )

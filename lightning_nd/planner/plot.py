@@ -55,7 +55,8 @@ def draw(plan: Plan, cluster: Cluster, title: str, path: Path, top: int = 8) -> 
     )  # fmt: skip
     left.axvline(cluster.gpu.memory_gib, color="#c44e52", linestyle="--", linewidth=1.2, label=f"{cluster.gpu.name}")
     left.set_xlim(0, cluster.gpu.memory_gib * 1.05)
-    left.set_ylim(0, best.time.tokens_per_gpu * 1.08)
+    slowest = min(c.time.tokens_per_gpu for c in front)
+    left.set_ylim(min(0.45 * best.time.tokens_per_gpu, 0.95 * slowest), best.time.tokens_per_gpu * 1.04)
     left.set(xlabel="reserved memory, GiB", ylabel="tokens / s / GPU")
     left.set_title("Every setting that fits", fontsize=11)
     for tp in degrees:
@@ -63,7 +64,7 @@ def draw(plan: Plan, cluster: Cluster, title: str, path: Path, top: int = 8) -> 
     for kind in kinds:
         name = f"every {kind}" if kind.isdigit() else kind
         left.scatter([], [], color="0.4", s=26, marker=_MARKERS.get(kind, "D"), label=f"checkpointing {name}")
-    left.legend(fontsize=8, frameon=False, loc="lower right", ncols=2)
+    left.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
     _bars(right, shown[:top], cluster)
     figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=150)
@@ -84,16 +85,18 @@ def _bars(axes: object, candidates: tuple[Candidate, ...], cluster: Cluster) -> 
         rest = c.memory.reserved / GIB - start
         label = "fragments, context" if place == 0 else None
         ax.barh(place, rest, left=start, color="0.85", hatch="///", edgecolor="white", label=label, height=0.72)
-        ax.text(c.memory.reserved / GIB + 0.01 * cluster.gpu.memory_gib, place, f"{c.time.tokens_per_gpu:,.0f} tok/s",
-                va="center", fontsize=8)  # fmt: skip
+        ax.text(1.02 * cluster.gpu.memory_gib, place, f"{c.time.tokens_per_gpu:,.0f}", va="center", fontsize=8)
         d = c.setting.dims
-        kind = c.setting.checkpointing if isinstance(c.setting.checkpointing, str) else f"every {c.setting.checkpointing}"
+        kind = (
+            c.setting.checkpointing if isinstance(c.setting.checkpointing, str) else f"every {c.setting.checkpointing}"
+        )
         names.append(f"{place + 1}. dp {d.dp_replicate}×{d.dp_shard} cp {d.cp} tp {d.tp}\n"
                      f"{c.setting.micro_batch}×{c.setting.accumulation}, {kind}")  # fmt: skip
     ax.axvline(cluster.gpu.memory_gib, color="#c44e52", linestyle="--", linewidth=1.2)
     ax.set_yticks(range(len(names)), names, fontsize=8)
     ax.invert_yaxis()
-    ax.set_xlim(0, cluster.gpu.memory_gib * 1.22)
+    ax.text(1.02 * cluster.gpu.memory_gib, -0.75, "tokens/s/GPU", va="center", fontsize=8)
+    ax.set_xlim(0, cluster.gpu.memory_gib * 1.17)
     ax.set_xlabel("memory of one rank at its worst moment, GiB")
     ax.set_title("Where the memory of the fastest goes", fontsize=11)
     ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)

@@ -49,6 +49,5 @@ def recipe(candidate: Candidate, model: str, work: Work, cluster: Cluster, lora:
         f"# predicted: {t.tokens_per_gpu:,.0f} tokens/s/GPU (MFU {100 * t.mfu:.1f}%), {t.total:.2f} s a step of"
         f" {t.tokens:,.0f} tokens, {candidate.memory.live / GIB:.1f} GiB live,"
         f" {candidate.memory.reserved / GIB:.1f} reserved\n"
-        f"#   lightning-nd fit --config THIS_FILE --data.train train.jsonl\n"
-        + yaml.safe_dump(content, sort_keys=False)
+        f"#   lightning-nd fit --config THIS_FILE --data.train train.jsonl\n" + yaml.safe_dump(content, sort_keys=False)
     )

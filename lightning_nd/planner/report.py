@@ -10,6 +10,7 @@ from lightning_nd.planner.layout import Setting, Work
 from lightning_nd.planner.memory import CATEGORIES
 from lightning_nd.planner.model import ModelFacts
 from lightning_nd.planner.search import Candidate, Plan
+from lightning_nd.planner.simulate import Simulation
 
 _WIDTH = 118
 
@@ -21,8 +22,8 @@ def describe_request(model: ModelFacts, work: Work, cluster: Cluster) -> str:
     rows = f"{work.rows} rows ({work.rows * work.length:,} tokens) a step" if work.rows else "any number of rows a step"
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {min(cluster.gpus, cluster.gpus_per_node)}"
     return (
-        f"{model.name}: {model.parameters.total / 1e9:,.3f} B parameters{share}; rows of {work.length:,} tokens, {rows},"
-        f" {work.precision}\n"
+        f"{model.name}: {model.parameters.total / 1e9:,.3f} B parameters{share}; rows of {work.length:,} tokens,"
+        f" {rows}, {work.precision}\n"
         f"{cluster.gpus} × {cluster.gpu.name} ({nodes}; {cluster.gpu.memory_gib:g} GiB,"
         f" {cluster.gpu.bf16_tflops:g} TFLOP/s bf16, {cluster.nic_gbs:g} GB/s a GPU between nodes)"
     )
@@ -43,10 +44,15 @@ def table(plan: Plan, cluster: Cluster, top: int) -> str:
             f"{100 * sum(t.exposed.values()) / t.total:.0f}%", f"{t.tokens_per_gpu:,.0f}", f"{100 * t.mfu:.1f}%",
         ])  # fmt: skip
     text = columns([head, *lines])
-    text += "\ndp: replicas × shards; batch: rows × accumulation; memory in GiB; exposed: communication that nothing hides"
-    notes = [f"  {i}. {note}" for i, c in enumerate(plan.candidates[:top], 1) for note in c.notes]
+    text += (
+        "\ndp: replicas × shards; batch: rows × accumulation; memory in GiB; exposed: communication that nothing hides"
+    )
+    notes: dict[str, list[int]] = {}
+    for place, c in enumerate(plan.candidates[:top], 1):
+        for note in c.notes:
+            notes.setdefault(note, []).append(place)
     if notes:
-        text += "\n\nNotes\n" + "\n".join(notes)
+        text += "\n\n" + "\n".join(f"  {', '.join(map(str, places))}: {note}" for note, places in notes.items())
     text += f"\n\n{len(plan.candidates)} of {plan.asked} settings fit.{_rejections(plan)}"
     return text
 
@@ -83,11 +89,30 @@ def explain(candidate: Candidate, model: ModelFacts, work: Work, cluster: Cluste
     lines += bars([(name, value, f"{1e3 * value:9.1f} ms  {100 * value / t.total:4.1f}%") for name, value in parts])
     lines += [
         f"  {'step':16}{1e3 * t.total:9.1f} ms",
-        f"  {t.tokens_per_gpu:,.0f} tokens/s/GPU, {t.tokens_per_gpu * cluster.gpus:,.0f} in all; MFU {100 * t.mfu:.1f}%",
+        f"  {t.tokens_per_gpu:,.0f} tokens/s/GPU, {t.tokens_per_gpu * cluster.gpus:,.0f} in all;"
+        f" MFU {100 * t.mfu:.1f}%",
         "",
         *batch_lines(s, work),
     ]
     lines += [f"Note: {note}." for note in candidate.notes]
+    return "\n".join(lines)
+
+
+def verified(candidate: Candidate, simulation: Simulation) -> str:
+    """What one simulated rank held and sent, beside what the plan says."""
+    closed = candidate.memory.live
+    lines = [
+        f"Simulated one rank of {candidate.setting.dims.world_size} on fake tensors ({simulation.layers} blocks played,"
+        f" {simulation.seconds:.0f} s):",
+        *bars([(name, size / GIB, f"{size / GIB:8.2f} GiB") for name, size in simulation.peaks.items()]),
+        f"  {'peak':16}{simulation.peak / GIB:8.2f} GiB; the plan says {closed / GIB:.2f}"
+        f" ({100 * (closed / simulation.peak - 1):+.1f}%)",
+        "",
+        "Collectives of a step, and the bytes of their whole messages:",
+    ]
+    for key, (calls, size) in sorted(simulation.traffic.items(), key=lambda item: -item[1][1]):
+        axis, _, kind = key.partition(" ")
+        lines.append(f"  {axis:14}{kind:16}{calls:8,.0f}  {size / GIB:10.3f} GiB")
     return "\n".join(lines)
 
 
@@ -122,7 +147,8 @@ def columns(rows: list[list[str]]) -> str:
 def as_json(plan: Plan, model: ModelFacts, work: Work, cluster: Cluster, top: int) -> dict[str, Any]:
     """Plain values, bytes and seconds."""
     return {
-        "model": {"name": model.name, "parameters": round(model.parameters.total), "trainable": round(model.trainable.total)},
+        "model": {"name": model.name, "parameters": round(model.parameters.total),
+                  "trainable": round(model.trainable.total)},
         "work": {"length": work.length, "rows": work.rows, "precision": work.precision},
         "cluster": {"gpu": cluster.gpu.name, "gpus": cluster.gpus, "gpus_per_node": cluster.gpus_per_node,
                     "nic_gbs": cluster.nic_gbs},

@@ -125,7 +125,9 @@ def notes_on(model: ModelFacts, setting: Setting, cluster: Cluster) -> tuple[str
     heads = max((block.parameters.groups for block in model.blocks), default=1)
     if dims.tp > 1 and grouped and heads % dims.tp:
         more = grouped * (1 - 1 / dims.tp)
-        notes.append(f"KV heads {heads}, tp {dims.tp}: replicated, {more / 1e6:,.0f} M more parameters a tp group's rank")
+        notes.append(
+            f"KV heads {heads}, tp {dims.tp}: replicated, {more / 1e6:,.0f} M more parameters a tp group's rank"
+        )
     if setting.accumulation > 1 and setting.shards * dims.dp_replicate > 1:
         whole = 4 * model.trainable.on(dims.tp) / GIB
         notes.append(f"accumulation keeps {whole:.1f} GiB of gradients that are not sharded")
@@ -154,9 +156,8 @@ def suggestions(
         if fits(replace(work, length=length), cluster, limits):
             found.append(f"rows of {length:,} tokens instead of {work.length:,}")
             break
-    if limits.checkpointing not in (None, "full"):
-        if fits(work, cluster, replace(limits, checkpointing="full")):
-            found.append("--checkpointing full")
+    if limits.checkpointing not in (None, "full") and fits(work, cluster, replace(limits, checkpointing="full")):
+        found.append("--checkpointing full")
     if limits.micro_batch not in (None, 1) and fits(work, cluster, replace(limits, micro_batch=1)):
         found.append("--micro-batch 1")
     larger = sorted(read_gpus().values(), key=lambda gpu: gpu.memory_gib)

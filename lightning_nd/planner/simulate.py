@@ -181,7 +181,7 @@ def play_rank(
         units, partial = fsdp_modules(model), partial_gradients(model)
         with fake:
             live.add([*model.parameters(), *model.buffers(), *batch.values()])
-            for step in range(steps):
+            for _ in range(steps):
                 live.peaks.clear()
                 traffic.found.clear()
                 with live, traffic:

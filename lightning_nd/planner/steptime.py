@@ -65,7 +65,7 @@ class StepTime:
     """Seconds of one optimizer step on one rank; what is hidden behind computing is not in them.
 
     Attributes:
-        compute: by kind: ``matmul``, ``attention``, ``elementwise``, ``recompute``, ``head``, ``optimizer``, ``launch``.
+        compute: by kind: matmul, attention, elementwise, recompute, head, optimizer, launch.
         exposed: communication that nothing hides, by axis.
         waiting: for slower ranks.
         tokens: of the step, over all ranks.
@@ -140,7 +140,12 @@ class _Parts:
 
 
 def step_time(
-    model: ModelFacts, setting: Setting, work: Work, cluster: Cluster, constants: Constants = CONSTANTS, fp8: bool = False
+    model: ModelFacts,
+    setting: Setting,
+    work: Work,
+    cluster: Cluster,
+    constants: Constants = CONSTANTS,
+    fp8: bool = False,
 ) -> StepTime:
     """Predict the time of one optimizer step.
 
@@ -170,7 +175,10 @@ def step_time(
         gather = links.ring(setting.shards, tp, width * share) if not setting.owners else 0.0
         reduce = links.ring(setting.shards, tp, work.reduce_bytes * trained) if not setting.owners else 0.0
         replicate = 2 * links.ring(dims.dp_replicate, setting.shards * tp, work.reduce_bytes * trained / setting.shards)
-        cp_f, cp_b = max(0.0, ring_f - forward.attention), max(0.0, ring_b - backward.attention - again * forward.attention)
+        cp_f, cp_b = (
+            max(0.0, ring_f - forward.attention),
+            max(0.0, ring_b - backward.attention - again * forward.attention),
+        )
         if again:
             cp_b += again * cp_f
         busy_f = forward.busy + forward.tp + cp_f
@@ -201,9 +209,13 @@ def step_time(
     head = links.ring(setting.shards, tp, width * model.head_products / tp)
     exposed["dp_shard"] += 0.0 if setting.owners else head * 0.5
     if setting.owners > 1:
-        exposed["dp_shard"] += links.ring(setting.owners, tp, width * model.parameters.on(tp)) + k.owner * setting.owners
+        exposed["dp_shard"] += (
+            links.ring(setting.owners, tp, width * model.parameters.on(tp)) + k.owner * setting.owners
+        )
     update = model.trainable.on(tp) / setting.shards
-    compute["optimizer"] = update * (3 * work.weight_bytes + 2 * work.state_bytes) / (cluster.gpu.hbm_gbs * 1e9 * k.traffic)
+    compute["optimizer"] = (
+        update * (3 * work.weight_bytes + 2 * work.state_bytes) / (cluster.gpu.hbm_gbs * 1e9 * k.traffic)
+    )
     compute["optimizer"] += k.step
     busy = sum(compute.values()) + sum(exposed.values())
     waiting = busy * k.jitter * math.log2(max(1, cluster.nodes))
@@ -227,7 +239,11 @@ def _block(
     tp, tokens = setting.dims.tp, setting.tokens(work.length)
     slow = 8.0 if work.precision == "32-true" else 1.0
     products, trained = block.products.on(tp), block.trained_products.on(tp)
-    rate = _rate(cluster, model.hidden / max(1, tp) ** 0.5, tokens / max(1, block.routed), k) * (k.fp8 if fp8 else 1.0) / slow
+    rate = (
+        _rate(cluster, model.hidden / max(1, tp) ** 0.5, tokens / max(1, block.routed), k)
+        * (k.fp8 if fp8 else 1.0)
+        / slow
+    )
     memory = cluster.gpu.hbm_gbs * 1e9 * k.traffic
     forward, backward = _Parts(), _Parts()
     forward.matmul = 2 * products * tokens / rate
