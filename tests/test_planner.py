@@ -71,7 +71,7 @@ def test_every_layout_is_enumerated_once(gpus: int) -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_parameters_are_counted_as_the_model_has_them(family: str) -> None:
     config = make_config(family)
-    facts, _ = ask(config, family, "32-true")
+    facts, _ = ask(config, family, "bf16-mixed")
     assert facts.parameters.total == sum(p.numel() for p in from_config(config).parameters())
     assert facts.layers == config.get_text_config().num_hidden_layers
     assert all(block.attention and block.saved.on(1, True) > 0 for block in facts.blocks)
@@ -113,7 +113,7 @@ def test_search_is_deterministic_ranked_and_within_memory(asked: Any) -> None:
     work, gpus = Work(4096, rows=64), cluster(16)
     plan, again = (search(facts, work, gpus, refusal) for _ in range(2))
     assert plan == again
-    speeds = [c.time.tokens_per_gpu for c in plan.candidates]
+    speeds = [round(c.time.tokens_per_gpu, 6) for c in plan.candidates]
     assert speeds == sorted(speeds, reverse=True)
     for c in plan.candidates:
         assert c.setting.rows == 64
@@ -249,7 +249,7 @@ def test_one_rank_of_many_is_simulated() -> None:
     setting, work = Setting(ParallelDims(1, 32, 1, 2), checkpointing="full"), Work(4096)
     found = simulate(config, setting, work)
     local = facts.parameters.on(2) / 32
-    assert found.peaks["optimizer"] == pytest.approx(20 * local, rel=0.02)
+    assert found.peaks["optimizer"] == pytest.approx(20 * local, abs=2**18)  # and the batch
     assert memory(facts, setting, work).live == pytest.approx(found.peak, rel=0.08)
     # every parameter is reduced once, in fp32
     assert found.traffic["dp_shard reduce_scatter"][1] == pytest.approx(4 * facts.parameters.on(2), rel=0.01)
