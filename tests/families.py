@@ -105,10 +105,65 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Families for tensor parallelism alone: what transformers' plan does not say, or a shape of its own.
+SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("ApertusConfig", {"num_hidden_layers": 2}),  # parameters in the activation, over split features
+    "glm4_moe": (  # norms over local heads that the plan does not name
+        "Glm4MoeConfig",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "llama4": (  # experts that return [batch · sequence, hidden]
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "qwen3_next": (  # a convolution whose weight another module uses
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "gemma4": (  # a second input of each block that is not split along the sequence
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 256,
+            "num_kv_shared_layers": 0,
+        },
+    ),
+}
+
 
 def make_config(name: str, **overrides: Any) -> PretrainedConfig:
     """The tiny configuration of family `name`, with `overrides` on top."""
-    class_name, differences = FAMILIES[name]
+    class_name, differences = (FAMILIES | SPECIAL)[name]
     values = _COMMON | differences | overrides
     return getattr(transformers, class_name)(**{k: v for k, v in values.items() if v is not None})
 

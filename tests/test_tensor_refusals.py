@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families import make_model
+from reference import make_batches
 from transformers import AutoModelForCausalLM
 
 from lightning_nd.parallelize import check_tensor_parallel
@@ -40,3 +42,37 @@ def test_random_numbers_in_the_forward(config: str, settings: dict[str, Any], sa
 
 def test_dropout_of_heads_that_a_causal_lm_has_not() -> None:
     check_tensor_parallel(on_meta("GPTNeoXConfig", classifier_dropout=0.1), "auto", 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "said"),
+    [
+        # A norm over all heads; each rank has its own.
+        ("CohereConfig", {"use_qk_norm": True}, r"CohereForCausalLM: .*layers\.0\.self_attn\.q_norm"),
+        ("DogeConfig", {}, r"DogeForCausalLM: .*layers\.0\.self_attn"),
+    ],
+)
+def test_whole_layers_beside_split_ones(config: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_tensor_parallel(on_meta(config, **settings), "auto", 2)
+
+
+def test_an_mlp_that_two_layers_share() -> None:
+    model = on_meta("LlamaConfig")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.gate_proj and model\.layers\.0\.mlp\.gate_proj .* one module"
+    ):
+        check_tensor_parallel(model, "auto", 2)
+
+
+def test_a_model_is_unchanged_by_its_rehearsal() -> None:
+    model = make_model("qwen3")
+    batch = make_batches(1)[0]
+    before, hooks = model(**batch).loss.item(), [len(m._forward_hooks) for m in model.modules()]
+    implementation = model.config._attn_implementation
+    check_tensor_parallel(model, "auto", 8)
+    assert model(**batch).loss.item() == before
+    assert [len(m._forward_hooks) for m in model.modules()] == hooks
+    assert model.config._attn_implementation == implementation
+    assert model.model.layers[0].self_attn.num_key_value_groups == 2

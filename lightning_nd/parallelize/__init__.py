@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_nd.mesh import Meshes, ParallelDims
 from lightning_nd.parallelize.activation import ActivationCheckpointing, apply_activation_checkpointing
 from lightning_nd.parallelize.agree import agree_on_weights
+from lightning_nd.parallelize.blocks import check_shared
 from lightning_nd.parallelize.compile import apply_compile
 from lightning_nd.parallelize.context import ContextParallel, apply_context_parallel, run_without_context
 from lightning_nd.parallelize.data import ShardingOptions, apply_fully_shard
@@ -95,6 +96,7 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
             f"parallelize: {type(model).__name__} is on the meta device, and only transformers models can be"
             " filled from there. Build it with real weights; each rank keeps its shards."
         )
+    check_shared(model)
     check_tensor_parallel(model, config.tp_plan, meshes.tp.size())
     if not on_meta:
         agree_on_weights(model)

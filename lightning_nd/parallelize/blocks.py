@@ -35,6 +35,29 @@ def block_list(model: nn.Module) -> list[nn.Module] | None:
     return [block for _, block in blocks] if len(parents) == 1 else None
 
 
+def check_shared(model: nn.Module) -> None:
+    """Refuse parts of blocks that several blocks share: each block is sharded, split and gathered as a unit.
+
+    Tied parameters of the embedding and the head are no such part.
+
+    Raises:
+        ValueError: naming both places.
+    """
+    seen: dict[int, str] = {}
+    for block_name, block in find_blocks(model):
+        mine: dict[int, str] = {}
+        for name, module in block.named_modules(prefix=block_name):
+            if not any(True for _ in module.parameters(recurse=False)):
+                continue
+            if (first := seen.get(id(module))) is not None:
+                raise ValueError(
+                    f"NDStrategy: {name} and {first} of {type(model).__name__} are one module. A block is split and"
+                    " gathered as a unit, so blocks cannot share a part of themselves: give each block its own."
+                )
+            mine[id(module)] = name
+        seen.update(mine)
+
+
 def _block_class_names(model: nn.Module) -> set[str]:
     names = getattr(model, "_no_split_modules", None) or ()
     present = {type(module).__name__ for module in model.modules()}

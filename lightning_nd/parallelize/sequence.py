@@ -11,10 +11,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_nd.names import class_name
 from lightning_nd.parallelize import collectives as comm
 
 SEQUENCE_DIM = 1
@@ -78,10 +80,32 @@ class SequenceShard:
         map_hidden_output(blocks[-1], self.leave)
 
     def install_on_region(self, region: nn.Module, pure: bool) -> None:
-        """Give a region the whole sequence and keep this rank's tokens of what it returns."""
-        map_hidden_input(region, self.gather_partial if pure else self.leave)
+        """Give a region the whole sequence and keep this rank's tokens of what it returns.
+
+        A region may return its tokens in one dim, ``[batch · sequence, hidden]`` (some experts do).
+        """
+        gather = self.gather_partial if pure else self.leave
+        shapes: list[torch.Size] = []
+
+        def before(hidden: Tensor) -> Tensor:
+            whole = gather(hidden)
+            shapes[:] = [whole.shape[:2]]
+            return whole
+
+        def after(output: Tensor) -> Tensor:
+            rows, tokens = shapes.pop()
+            if output.shape[:2] == (rows, tokens):
+                return self.scatter(output)
+            if output.dim() == 2 and output.shape[0] == rows * tokens:
+                return self.scatter(output.unflatten(0, (rows, tokens))).flatten(0, 1)
+            raise RuntimeError(
+                f"NDStrategy: {class_name(region)} got hidden states of {rows} rows and {tokens} tokens and returns"
+                f" {list(output.shape)}: these cannot be split along the sequence. Use sequence_parallel=False."
+            )
+
+        map_hidden_input(region, before)
         if not pure:  # the row-wise layer at the end of a pure region scatters its own output
-            map_hidden_output(region, self.scatter)
+            map_hidden_output(region, after)
 
     def _pad(self, hidden: Tensor) -> Tensor:
         missing = -hidden.shape[SEQUENCE_DIM] % self.size

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,24 @@ class Site:
         return self.mesh.get_local_rank()
 
 
+class Stage(Protocol):
+    """Where shapes are rehearsed: makes the activations that exchanges would."""
+
+    size: int
+
+    def whole(self, like: Tensor, width: int | None = None) -> Tensor:
+        """An activation that is equal on every rank."""
+        ...
+
+    def split(self, like: Tensor, width: int | None = None) -> Tensor:
+        """An activation of this rank's features or heads."""
+        ...
+
+    def scatter_sum(self, partial: Tensor) -> Tensor:
+        """This rank's tokens of a total."""
+        ...
+
+
 class Style:
     """Base: replicated parameters, nothing exchanged."""
 
@@ -82,6 +100,9 @@ class Style:
 
     def install(self, module: nn.Module, site: Site) -> None:
         """Register the hooks that exchange activations."""
+
+    def rehearse(self, module: nn.Module, stage: Stage, pure: bool) -> None:
+        """Register hooks that do to shapes what those of `install` do, without ranks (`flow.py`)."""
 
 
 class Colwise(Style):
@@ -123,6 +144,14 @@ class Colwise(Style):
             part = VocabularySlice(site.group, site.rank * shard, width)
             # The loss takes pending logits in slices, as they are.
             _map_output(module, lambda y: y.split(part) if isinstance(y, PendingLogits) else gather_slices(y, part))
+
+    @override
+    def rehearse(self, module: nn.Module, stage: Stage, pure: bool) -> None:
+        if self.gather:
+            width = int(module.out_features)  # type: ignore[arg-type]
+            _map_output(module, lambda y: stage.whole(y, width))
+        else:
+            _map_output(module, stage.split)
 
 
 class Rowwise(Style):
@@ -178,6 +207,14 @@ class Rowwise(Style):
         module.register_forward_pre_hook(hide_bias)
         _map_output(module, reduce)
         module.register_forward_hook(show_bias, always_call=True)
+
+    @override
+    def rehearse(self, module: nn.Module, stage: Stage, pure: bool) -> None:
+        if self.split:
+            _map_input(module, lambda x: stage.split(x, x.shape[-1] // stage.size))
+        _map_output(module, stage.whole)
+        if pure:
+            _map_output(module, stage.scatter_sum)
 
 
 class PackedColwise(Colwise):
@@ -247,6 +284,10 @@ class VocabularyEmbedding(Style):
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
+    @override
+    def rehearse(self, module: nn.Module, stage: Stage, pure: bool) -> None:
+        _map_output(module, stage.whole)
+
 
 class LocalHeadNorm(Style):
     """Replicated parameters that each rank applies to its own heads (q and k norms): gradients are partial."""
@@ -272,6 +313,10 @@ class Experts(Style):
         module.register_forward_pre_hook(before)
         _map_output(module, lambda y: comm.allreduce_identity(y, site.group))
 
+    @override
+    def rehearse(self, module: nn.Module, stage: Stage, pure: bool) -> None:
+        _map_output(module, stage.whole)
+
 
 class AllReduceOutput(Style):
     """The module's output is a partial sum."""
@@ -279,6 +324,10 @@ class AllReduceOutput(Style):
     @override
     def install(self, module: nn.Module, site: Site) -> None:
         _map_output(module, lambda y: comm.allreduce_identity(y, site.group))
+
+    @override
+    def rehearse(self, module: nn.Module, stage: Stage, pure: bool) -> None:
+        _map_output(module, stage.whole)
 
 
 class ShardedParameter(Style):
@@ -319,6 +368,11 @@ class ReplicatedKeyValue(Style):
 
         _map_output(module, select)
 
+    @override
+    def rehearse(self, module: nn.Module, stage: Stage, pure: bool) -> None:
+        width = len(self.heads) * self.head_dim
+        _map_output(module, lambda y: stage.split(y, width))
+
 
 STYLES: dict[str, Style] = {
     "colwise": Colwise(),
@@ -341,6 +395,11 @@ STYLES: dict[str, Style] = {
 }
 
 
+def lend_parameters(lender: nn.Module, user: nn.Module, site: Site, partial: frozenset[str]) -> None:
+    """Make a module's own parameters local while another one runs, which uses them without calling it."""
+    user.register_forward_hook(_localize(user, lender, site, partial), always_call=True)
+
+
 def install_style(module: nn.Module, style: Style, site: Site, partial: frozenset[str] = frozenset()) -> None:
     """Make a module's forward run on the local shards of its own parameters, and exchange what the style says.
 
@@ -351,22 +410,28 @@ def install_style(module: nn.Module, style: Style, site: Site, partial: frozense
     Called before `fully_shard`, whose hooks then surround these: parameters are gathered over the data axes before they
     are made local, and given back before they are resharded.
     """
+    show = _localize(module, module, site, partial)
+    style.install(module, site)
+    # Also when forward raises: activation checkpointing ends a recomputation by an exception.
+    module.register_forward_hook(show, always_call=True)
+
+
+def _localize(runs: nn.Module, owner: nn.Module, site: Site, partial: frozenset[str]) -> Callable[..., None]:
+    """Make the own parameters of ``owner`` local when ``runs`` starts; what is returned gives them back."""
     held: list[dict[str, Any]] = []
 
-    def before(mod: nn.Module, _: Any) -> None:
-        own: dict[str, Any] = {name: p for name, p in mod._parameters.items() if isinstance(p, DTensor)}
+    def before(_: nn.Module, __: Any) -> None:
+        own: dict[str, Any] = {name: p for name, p in owner._parameters.items() if isinstance(p, DTensor)}
         held.append(own)
         local = {name: p.to_local() for name, p in own.items()}
         local |= {name: comm.scale_gradient(local[name], site.size) for name in partial & local.keys()}
-        mod._parameters.update(local)
+        owner._parameters.update(local)
 
-    def after(mod: nn.Module, _: Any, __: Any) -> None:
-        mod._parameters.update(held.pop())
+    def after(_: nn.Module, __: Any, ___: Any) -> None:
+        owner._parameters.update(held.pop())
 
-    module.register_forward_pre_hook(before)
-    style.install(module, site)
-    # Also when forward raises: activation checkpointing ends a recomputation by an exception.
-    module.register_forward_hook(after, always_call=True)
+    runs.register_forward_pre_hook(before)
+    return after
 
 
 def _map_input(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:

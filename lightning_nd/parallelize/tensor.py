@@ -20,10 +20,19 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lightning_nd.names import class_name
 from lightning_nd.parallelize.adapters import inner_styles, is_adapter
-from lightning_nd.parallelize.blocks import block_list
+from lightning_nd.parallelize.blocks import block_list, check_shared, find_blocks
+from lightning_nd.parallelize.flow import Part, Rehearsal, rehearse
 from lightning_nd.parallelize.own_plan import check_own_plan
 from lightning_nd.parallelize.sequence import SequenceShard, is_tokenwise
-from lightning_nd.parallelize.styles import STYLES, ReplicatedKeyValue, ShardedParameter, Site, Style, install_style
+from lightning_nd.parallelize.styles import (
+    STYLES,
+    ReplicatedKeyValue,
+    ShardedParameter,
+    Site,
+    Style,
+    install_style,
+    lend_parameters,
+)
 from lightning_nd.settings import settings_of, switched_on
 
 log = logging.getLogger(__name__)
@@ -103,10 +112,15 @@ def check_tensor_parallel(model: nn.Module, tp_plan: TPPlan | Literal["auto"], s
     Raises:
         ValueError: naming what was given, what is allowed, and what to change.
     """
-    if size == 1:
-        return
+    if size > 1:
+        _checked(model, tp_plan, size)
+
+
+def _checked(model: nn.Module, tp_plan: TPPlan | Literal["auto"], size: int) -> tuple[_Assignment, Rehearsal]:
+    """The styles of a model, and what a rehearsal of them found."""
     plan = resolve_plan(model, tp_plan, size)
     _check_heads(model, plan, size)
+    check_shared(model)
     _check_randomness(model, size)
     assignment = _assign(model, plan)
     if tp_plan != "auto" and not any(".*." in name for name in getattr(model, "tp_plan", None) or {}):
@@ -115,6 +129,44 @@ def check_tensor_parallel(model: nn.Module, tp_plan: TPPlan | Literal["auto"], s
     for name, style in assignment.modules.items():
         if not _is_kv_projection(name, modules):
             style.check(name, modules[name], size)
+    return assignment, _rehearse(model, assignment, size)
+
+
+def _rehearse(model: nn.Module, assignment: _Assignment, size: int) -> Rehearsal:
+    """Find the whole parameters that work on a rank's part, and give them their style."""
+    blocks = [name for name, _ in find_blocks(model)]
+    if not isinstance(getattr(model, "_no_split_modules", None), list | set | tuple) or not blocks:
+        return Rehearsal(unknown="not a transformers model")
+
+    def hold(twin: nn.Module) -> Part:
+        styles = _Assignment(dict(assignment.modules), dict(assignment.parameters))
+        _replicate_kv_heads(twin, styles, size, 0)
+        placements, summed = _placements(twin, styles)
+        return Part(styles.modules, placements, summed, _find_regions(twin, styles, trusted=True))
+
+    while True:
+        found = rehearse(model, blocks, hold, size)
+        if not found.partial:
+            break
+        assignment.parameters.update(dict.fromkeys(found.partial, STYLES["replicated_with_grad_allreduce"]))
+    if found.unknown is not None:
+        log.info("NDStrategy: tensor parallelism of %s was not rehearsed: %s", type(model).__name__, found.unknown)
+    return found
+
+
+def _placements(model: nn.Module, assignment: _Assignment) -> tuple[dict[str, Placement], frozenset[str]]:
+    """How every parameter lies on the mesh, and which gradients are summed whatever stands around them."""
+    placements: dict[str, Placement] = {}
+    summed: set[str] = set()
+    for name, module in model.named_modules():
+        style = assignment.modules.get(name, STYLES["replicate"])
+        for key, parameter in module.named_parameters(recurse=False):
+            full_name = f"{name}.{key}" if name else key
+            owner = assignment.parameters.get(full_name, style)
+            placements[full_name] = owner.placement(key, parameter.dim())
+            if owner.is_partial(key, Site(None)):  # type: ignore[arg-type]
+                summed.add(full_name)
+    return placements, frozenset(summed)
 
 
 @dataclass(frozen=True)
@@ -176,12 +228,10 @@ def apply_tensor_parallel(
     """
     if mesh.size() == 1:
         return TensorParallelism()
-    check_tensor_parallel(model, tp_plan, mesh.size())
-    plan = resolve_plan(model, tp_plan, mesh.size())
-    assignment = _assign(model, plan)
-    replicated_kv = _replicate_kv_heads(model, assignment, mesh)
+    assignment, rehearsal = _checked(model, tp_plan, mesh.size())
+    replicated_kv = _replicate_kv_heads(model, assignment, mesh.size(), mesh.get_local_rank())
     regions = _find_regions(model, assignment, trusted=getattr(model, "tp_plan", None) is not None)
-    sequence = _sequence_shard(model, mesh, tp_plan, sequence_parallel)
+    sequence = _sequence_shard(model, mesh, tp_plan, sequence_parallel, rehearsal.sequence)
 
     partial: set[str] = set()
     placements: dict[str, Placement] = {}
@@ -201,6 +251,10 @@ def apply_tensor_parallel(
             if owner.is_partial(key, site) or inside_blocks:
                 partial.add(full_name)
         install_style(module, style, site, frozenset(key for key, _ in own if _join(name, key) in partial))
+    for owner_name, user in rehearsal.outside.items():
+        owner_module = model.get_submodule(owner_name)
+        names = frozenset(k for k, _ in owner_module.named_parameters(recurse=False) if f"{owner_name}.{k}" in partial)
+        lend_parameters(owner_module, model.get_submodule(user), Site(mesh), names)
 
     _shard_parameters(model, mesh, placements)
     # After the styles: a region's border surrounds what its layers do.
@@ -367,17 +421,17 @@ def _is_kv_projection(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return leaf in ("k_proj", "v_proj") and hasattr(modules[parent], "num_key_value_groups")
 
 
-def _replicate_kv_heads(model: nn.Module, assignment: _Assignment, mesh: DeviceMesh) -> bool:
+def _replicate_kv_heads(model: nn.Module, assignment: _Assignment, size: int, rank: int) -> bool:
     """Where tp does not divide the key/value heads, keep them whole and let each rank compute those it reads."""
     replicated = False
     for name, module in _kv_projection_names(model, assignment):
         head_dim = int(module.head_dim)  # type: ignore[arg-type]
         kv_heads = _linear(module, "k_proj").out_features // head_dim
-        if kv_heads % mesh.size() == 0:
+        if kv_heads % size == 0:
             continue
         groups = int(module.num_key_value_groups)  # type: ignore[arg-type]
-        local = kv_heads * groups // mesh.size()
-        first = mesh.get_local_rank() * local
+        local = kv_heads * groups // size
+        first = rank * local
         read = [head // groups for head in range(first, first + local)]
         distinct = sorted(set(read))
         repeats = local // len(distinct)
@@ -434,7 +488,7 @@ def _in_blocks(parameter: str, regions: Mapping[str, bool]) -> bool:
 
 
 def _sequence_shard(
-    model: nn.Module, mesh: DeviceMesh, tp_plan: TPPlan | Literal["auto"], wanted: bool
+    model: nn.Module, mesh: DeviceMesh, tp_plan: TPPlan | Literal["auto"], wanted: bool, obstacle: str | None
 ) -> SequenceShard | None:
     if not wanted:
         return None
@@ -443,6 +497,9 @@ def _sequence_shard(
         return None
     if block_list(model) is None:
         log.info("NDStrategy: sequence_parallel is off: the blocks of %s are no chain.", type(model).__name__)
+        return None
+    if obstacle is not None:
+        log.warning("NDStrategy: sequence_parallel is off for %s: %s.", type(model).__name__, obstacle)
         return None
     return SequenceShard(mesh)
 
