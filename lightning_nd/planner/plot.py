@@ -95,7 +95,7 @@ def _bars(axes: object, candidates: tuple[Candidate, ...], cluster: Cluster) -> 
     ax.axvline(cluster.gpu.memory_gib, color="#c44e52", linestyle="--", linewidth=1.2)
     ax.set_yticks(range(len(names)), names, fontsize=8)
     ax.invert_yaxis()
-    ax.text(1.02 * cluster.gpu.memory_gib, -0.75, "tokens/s/GPU", va="center", fontsize=8)
+    ax.annotate("tokens/s/GPU", (1.0, 1.01), xycoords="axes fraction", ha="right", va="bottom", fontsize=8)
     ax.set_xlim(0, cluster.gpu.memory_gib * 1.17)
     ax.set_xlabel("memory of one rank at its worst moment, GiB")
     ax.set_title("Where the memory of the fastest goes", fontsize=11)
