@@ -180,7 +180,7 @@ def read_checkpointing(text: str) -> Checkpointing:
 
     kind: Any = int(text) if text.isdigit() else text
     check_activation_checkpointing(kind)
-    return kind  # type: ignore[no-any-return]
+    return kind
 
 
 def _lora(given: Any) -> LoRA | None:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -404,6 +404,6 @@ def find_head(model: Any) -> Head | None:
     return Head(layers) if layers else None
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer computes as `nn.Linear` does; FSDP2 gives its units a class of their own."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward

@@ -12,7 +12,7 @@ from lightning_nd.mesh import ParallelDims
 from lightning_nd.parallelize import check_tensor_parallel, roots
 from lightning_nd.parallelize.context import check_context_parallel
 from lightning_nd.planner.facts import facts_of, skeleton
-from lightning_nd.planner.model import ModelFacts, PerToken
+from lightning_nd.planner.model import ModelFacts
 from lightning_nd.planner.search import Refusal
 
 if TYPE_CHECKING:
@@ -66,16 +66,12 @@ def ask(config: PretrainedConfig, name: str, precision: str, lora: LoRA | None =
     if precision == "32-true" and any(p.dim() == 3 for p in model.parameters()):
         # grouped products exist in bf16 only, on meta too: count so, and twice the bytes
         facts = facts_of(build(config, "bf16-true", lora), name)
-        blocks = [replace(b, **{key: _twice(getattr(b, key)) for key in _BYTES}) for b in facts.blocks]
-        return replace(facts, blocks=tuple(blocks), width=4), refusals(model)
+        blocks = tuple(
+            replace(b, saved=b.saved + b.saved, kept=b.kept + b.kept, traffic=b.traffic + b.traffic)
+            for b in facts.blocks
+        )
+        return replace(facts, blocks=blocks, width=4), refusals(model)
     return facts_of(model, name), refusals(model)
-
-
-_BYTES = ("saved", "kept", "traffic")
-
-
-def _twice(size: PerToken) -> PerToken:
-    return size + size
 
 
 def refusals(model: PreTrainedModel) -> Refusal:

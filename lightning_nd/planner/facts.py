@@ -72,7 +72,7 @@ def facts_of(model: PreTrainedModel, name: str, tp_plan: Any = "auto") -> ModelF
     return ModelFacts(
         name=name,
         hidden=int(config.hidden_size),
-        vocabulary=int(head.weight.shape[0]) if head is not None else int(config.vocab_size),  # type: ignore[union-attr,arg-type,index]
+        vocabulary=int(head.weight.shape[0]) if head is not None else int(config.vocab_size),
         embedding=embedding_sizes,
         head=head_sizes,
         rest=rest,

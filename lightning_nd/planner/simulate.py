@@ -206,7 +206,7 @@ def _finish(model: Any, optimizer: Any, partial: list[Any], ledger: Any, meshes:
     from lightning_nd import gradients
 
     if partial:
-        gradients.sum_partial_gradients(partial, meshes.tp.get_group())
+        gradients.average_partial_gradients(partial, meshes.tp.get_group())
     ledger.close_window()
     parameters = list(model.parameters())
     gradients.clip_by_norm(parameters, 1.0, gradients.global_norm(parameters))
@@ -217,7 +217,7 @@ def _finish(model: Any, optimizer: Any, partial: list[Any], ledger: Any, meshes:
 def _mixed(work: Work) -> Any:
     from lightning_nd.precision import NDHalfPrecision, NDMixedPrecision, NDPrecision
 
-    plugins = {"bf16-mixed": NDMixedPrecision, "bf16-true": NDHalfPrecision, "32-true": NDPrecision}
+    plugins: dict[str, Any] = {"bf16-mixed": NDMixedPrecision, "bf16-true": NDHalfPrecision, "32-true": NDPrecision}
     return plugins[work.precision].sharding
 
 
