@@ -53,7 +53,8 @@ class Saver:
         self.layout, self.sharded, self.in_background = layout, sharded, in_background
         patient = max(timeout or default_pg_timeout, default_pg_timeout)
         #: For what the main thread does, and for the thread that writes: two threads must not share one.
-        self.group, self._writing = (dist.new_group(backend="gloo", timeout=patient) for _ in range(2))
+        backend = "fake" if dist.get_backend() == "fake" else "gloo"  # a simulated world has no other
+        self.group, self._writing = (dist.new_group(backend=backend, timeout=patient) for _ in range(2))
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._removals: list[Path] = []
