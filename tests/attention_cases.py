@@ -57,6 +57,8 @@ class Result:
     k: Tensor
     v: Tensor
     sinks: Tensor | None
+    #: Of the reference: the sum of the sizes of what is added up in the gradient of each sink, where signs cancel.
+    sink_terms: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
         named = {"out": self.out, "dq": self.q, "dk": self.k, "dv": self.v}
@@ -110,10 +112,13 @@ def dense(case: Case, dtype: torch.dtype, compute: torch.dtype = torch.float64) 
     scores = scores.masked_fill(~seen[:, None] & ~padding, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(len(q), -1, s, 1)], -1)
-    weights = scores.softmax(-1)[..., :s].masked_fill(padding, 0.0)
-    out = weights @ v.repeat_interleave(group, 1)
+    weights = scores.softmax(-1).masked_fill(padding, 0.0)
+    out = weights[..., :s] @ v.repeat_interleave(group, 1)
     out.backward(grad.to(compute))
-    return Result(out.detach(), q.grad, k.grad, v.grad, None if sinks is None else sinks.grad)
+    if sinks is None:
+        return Result(out.detach(), q.grad, k.grad, v.grad, None)
+    terms = weights[..., s] * (grad.to(compute) * out).sum(-1)
+    return Result(out.detach(), q.grad, k.grad, v.grad, sinks.grad, terms.detach().abs().sum((0, 2)))
 
 
 def context_of(case: Case, group: dist.ProcessGroup) -> AttentionContext:
@@ -157,7 +162,7 @@ def compare(got: Result, want: Result, context: AttentionContext) -> dict[str, f
     found = {}
     for (name, mine), reference in zip(got.named().items(), want.named().values(), strict=True):
         expected = reference if name == "dsinks" else local(reference, context)
-        scale = reference.abs().max()
+        scale = (reference if name != "dsinks" or want.sink_terms is None else want.sink_terms).abs().max()
         scale = torch.where(scale > 1e-6, scale, 1.0)
         error = (mine.double() - expected.double()).abs().max() / scale if mine.numel() else torch.zeros(())
         found[name] = error.item()

@@ -382,6 +382,7 @@ def _call(
             world_size=world_size,
             timeout=timedelta(seconds=2 * timeout),
         )
+        dist.barrier()  # a rank that is done at once must not leave while others still connect to it
     try:
         return True, fn(rank, world_size, *args, **kwargs)
     except BaseException as error:

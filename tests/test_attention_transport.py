@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_nd.attention.context import context_parallel_attention
+from lightning_nd.attention.transport import Exchange, Transfer
 
 
 class LiveKeyValues(TorchDispatchMode):
@@ -212,3 +213,43 @@ def test_cuda_flash_kernel_against_the_tiled_one():
             expected = Tiled().backward(grad[rows].double(), *sliced, want, want_lse, part, 0.125, None)
             for a, b in zip(got, expected, strict=True):
                 torch.testing.assert_close(a.double(), b, atol=4e-2, rtol=4e-2)
+
+
+class Watched(Transfer):
+    """Notes what is overwritten between its post and the moment at which it is known to have left."""
+
+    def __init__(self, inner, send, received):
+        super().__init__([], [], received)
+        self.inner, self.sent, self.copies = inner, list(send), [x.clone() for x in send]
+
+    def finish(self):
+        self.inner.finish()
+        sent, self.sent = self.sent, []
+        assert all(map(torch.equal, sent, self.copies)), "overwritten while it was on its way"
+
+
+class WatchedExchange(Exchange):
+    def post(self, send, to, receive, source):
+        return Watched(super().post(send, to, receive, source), send, receive)
+
+
+def _watched(rank, world_size, cases):
+    for case in cases:
+        context = context_of(case, dist.group.WORLD)
+        context.exchange = WatchedExchange(context.group)
+        q, k, v, _, grad = (None if x is None else local(x, context) for x in _four(case))
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        context_parallel_attention(q, k, v, context, window=case.window).backward(grad)
+
+
+@pytest.mark.parametrize("cp", [4, 8])
+def test_nothing_that_is_on_its_way_is_overwritten(pool, cp):
+    """Also where steps send nothing between others that do."""
+    rows = (((20, 31, -45),), ((3, 61, 2, 1, 29),), ((96,),), (pack(96, 2), pack(96, 3)))
+    cases = [
+        Case(row, window=window, layout=layout, method=method)
+        for row in rows
+        for window in (None, 7, 40)
+        for layout, method in (("chunks", "direct"), ("zigzag", "direct"), ("chunks", "ring"))
+    ]
+    pool.run(_watched, cp, cases)

@@ -73,6 +73,7 @@ class AttentionContext:
         self.original_length = layout.length if original_length is None else original_length
         self.announced = announced if announced is not None else set()
         self.traffic = Traffic()
+        self.exchange = Exchange(group, self.traffic)
         self.calls = 0
         self._plans: dict[tuple[int | None, bool], Plan] = {}
 
@@ -157,8 +158,7 @@ def context_parallel_attention(
         )
     else:
         ring = method == "ring"
-        exchange = Exchange(context.group, context.traffic)
-        call = Call(context.plan(window, ring=ring), kernel, exchange, scale, softcap, ring, context.traffic)
+        call = Call(context.plan(window, ring=ring), kernel, context.exchange, scale, softcap, ring, context.traffic)
         out = attend(flat[0], flat[1], flat[2], sinks, call)
     return out.view(batch, length, heads, v.shape[-1]).transpose(1, 2)
 

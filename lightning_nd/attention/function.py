@@ -196,6 +196,10 @@ class _Returns:
 
     def block(self, s: int) -> tuple[Tensor, Tensor]:
         """Where step s adds its key and value gradients."""
+        if self._pending is not None and s - self._pending[1] > 1:
+            # The step between has sent nothing, so nobody has waited for this transfer, and it may still read the
+            # buffer that is to be used now.
+            self._pending[0].finish()
         if self._steps[s].hop:
             buffer = self._out[s % 2]
             rows = count_rows(self._steps[s].fetch)

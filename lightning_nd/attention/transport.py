@@ -55,11 +55,16 @@ class Transfer:
         self._keep = list(keep)
         self._received = list(received)
 
-    def wait(self) -> list[Tensor]:
-        """Block until everything has arrived and left; the received tensors."""
+    def finish(self) -> None:
+        """Block until everything has arrived and left."""
         for work in self._works:
             work.wait()
-        received, self._works, self._keep, self._received = self._received, [], [], []
+        self._works, self._keep = [], []
+
+    def wait(self) -> list[Tensor]:
+        """`finish`, and the received tensors."""
+        self.finish()
+        received, self._received = self._received, []
         return received
 
 
