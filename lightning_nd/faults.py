@@ -40,6 +40,8 @@ class Progress:
     def mark(self, phase: str, step: int) -> None:
         """Note that this rank enters a phase of a step."""
         self.phase, self.step = phase, step
+        if phase == "data":
+            self.rows = self.longest = 0  # of the batch before
         record = {"rank": self.rank, "host": socket.gethostname(), "step": step, "phase": phase, "time": time.time()}
         os.pwrite(self._file, json.dumps(record).ljust(_RECORD).encode(), 0)
 

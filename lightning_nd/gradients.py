@@ -103,9 +103,9 @@ def check_finite(named: Iterable[tuple[str, nn.Parameter]], step: int) -> None:
     bad = flags.nonzero()
     if len(bad):
         raise RuntimeError(
-            f"NDStrategy: the gradient of {items[int(bad[0])][0]} is not finite at step {step}, first on rank"
-            f" {world - int(flags[bad[0]])}; no weight has been changed. Look at the batch and the learning rate, or"
-            " set error_if_nonfinite=False."
+            f"NDStrategy: the gradient of {items[int(bad[0])][0]} is not finite at step {step}, first in"
+            f" the part of it on rank {world - int(flags[bad[0]])}; no weight has been changed. Look at the batch and"
+            " the learning rate, or set error_if_nonfinite=False."
         )
 
 

@@ -183,7 +183,10 @@ def is_child() -> bool:
 
 
 def _command() -> str:
-    return shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]) if sys.argv[0] else "python train.py"
+    if not sys.argv[0]:
+        return "python train.py"
+    words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+    return shlex.join(["python", *words] if words[0].endswith(".py") else words)
 
 
 class RankFailedError(RuntimeError):
@@ -313,7 +316,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
                 continue
             report = Path(os.environ[_REPORTS]) / f"{rank}.txt"
             if process.returncode and not report.exists() and silent is None:
-                silent = f"rank {rank} on {socket.gethostname()} ended with {_exit_words(process.returncode)}."
+                silent = self._ended(rank, process.returncode)
         return silent
 
     def _wait_for_children(self) -> None:
@@ -331,7 +334,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
                 continue
             record = read_progress(Path(os.environ[_REPORTS]), self._first_rank() + i)
             if process.returncode:
-                found.append(f"rank {i} on {socket.gethostname()} ended with {_exit_words(process.returncode)}.")
+                found.append(self._ended(i, process.returncode))
             elif process.returncode is None and record is not None:  # it is gone once the run is over
                 found.append(f"rank {i} on {record['host']} is still at step {record['step']}, {record['phase']}.")
         if not found:
@@ -348,6 +351,12 @@ class LocalLauncher(_SubprocessScriptLauncher):
             flush=True,
         )
         os._exit(1)
+
+    def _ended(self, child: int, code: int | None) -> str:
+        """Words for a rank that died without a report: how, and where it was."""
+        record = read_progress(Path(os.environ[_REPORTS]), self._first_rank() + child)
+        where = f" at step {record['step']} ({record['phase']})" if record is not None else ""
+        return f"rank {child} on {socket.gethostname()} ended with {_exit_words(code)}{where}."
 
     def _first_rank(self) -> int:
         return int(self.cluster_environment.node_rank()) * self.num_processes
@@ -368,7 +377,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
             for process in self.procs:
                 process.kill()
             first = _first_report()
-            died = f"rank {failed + 1} on {socket.gethostname()} ended with {_exit_words(codes[failed])}."
+            died = self._ended(failed + 1, codes[failed])
             text = first.read_text() if first else died
             sys.stdout.flush()
             print(f"\n{text}", file=sys.stderr, flush=True)

@@ -68,9 +68,10 @@ class _MeshAware(Precision):
         self.strategy.clip_by_value(list(self.main_params(optimizer)), float(clip_val))
 
     @override
-    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+    def _clip_gradients(self, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        # After `on_before_optimizer_step`, whose hooks may have changed the gradients.
         self.strategy.check_gradients()
-        super()._after_closure(model, optimizer)
+        super()._clip_gradients(model, optimizer, *args, **kwargs)
 
 
 class NDPrecision(_MeshAware):

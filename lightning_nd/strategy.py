@@ -350,6 +350,10 @@ class NDStrategy(CheckpointedStrategy):
         return super().validation_step(*args, **kwargs)
 
     @override
+    def on_validation_start(self) -> None:
+        self._mark("validation")
+
+    @override
     def on_validation_end(self) -> None:
         self._mark("data")
 

@@ -427,9 +427,17 @@ def test_module_laid_out_otherwise_by_an_earlier_trainer_is_refused(pool: Pool, 
         pool.run(_other_layout, 2, stage)
 
 
-def _infinite_gradient(rank: int, world_size: int, layout: Layout) -> None:
+def _infinite_gradient(rank: int, world_size: int, layout: Layout, hook: str) -> None:
     class Broken(Project):
         def on_after_backward(self) -> None:
+            if hook == "on_after_backward":
+                self.poison()
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            if hook == "on_before_optimizer_step":
+                self.poison()
+
+        def poison(self) -> None:
             if self.global_step == 1 and rank == 1:
                 grad: Any = self.model.model.layers[1].mlp.up_proj.weight.grad
                 grad.to_local().view(-1)[0] = math.inf
@@ -446,9 +454,12 @@ def _infinite_gradient(rank: int, world_size: int, layout: Layout) -> None:
 
 
 @layouts
-def test_nonfinite_gradient_on_one_rank_stops_all(pool: Pool, layout: Layout) -> None:
-    with pytest.raises(WorkerError, match=r"layers\.1\.mlp\.up_proj\.weight.*step 1, first on rank 1") as caught:
-        run(pool, _infinite_gradient, layout)
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+def test_nonfinite_gradient_on_one_rank_stops_all(pool: Pool, layout: Layout, hook: str) -> None:
+    with pytest.raises(
+        WorkerError, match=r"layers\.1\.mlp\.up_proj\.weight.*step 1, first in the part of it on rank 1"
+    ) as caught:
+        run(pool, _infinite_gradient, layout, hook)
     assert sorted(caught.value.failures) == list(range(layout[0] * layout[1] * layout[2]))
     assert all("is not finite" in trace for trace in caught.value.failures.values())
 
