@@ -257,8 +257,9 @@ def test_bf16_mixed(pool: Pool, family: str, layout: Layout) -> None:
     mixed = reference(family, (), STEPS, 24, torch.bfloat16)
     got = run_layout(pool, family, layout, trainer={"precision": "bf16-mixed"})
     assert all(w.dtype == torch.float32 for w in got.weights.values())
-    # The chunked loss rounds the gradient of the hidden states once more: it is scaled after it has been made in bf16.
-    check_bf16(exact, mixed, got, slack=3.0)
+    # The chunked loss rounds the gradient of the hidden states once more (it is scaled after it has been made in bf16),
+    # and under tp each rank its part of it.
+    check_bf16(exact, mixed, got, slack=2.5 if layout[2] > 1 else 2.0)
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)], ids=name_of)
