@@ -257,8 +257,7 @@ def test_bf16_mixed(pool: Pool, family: str, layout: Layout) -> None:
     mixed = reference(family, (), STEPS, 24, torch.bfloat16)
     got = run_layout(pool, family, layout, trainer={"precision": "bf16-mixed"})
     assert all(w.dtype == torch.float32 for w in got.weights.values())
-    # The chunked loss rounds the gradient of the hidden states once more (it is scaled after it has been made in bf16),
-    # and under tp each rank its part of it.
+    # Under tp the worst tensor stands at the limit: 1.95 times one process's error with all logits, 2.12 in chunks.
     check_bf16(exact, mixed, got, slack=2.5 if layout[2] > 1 else 2.0)
 
 
