@@ -14,6 +14,7 @@ import torch
 
 #: The order of a step; a rank that is earlier in it is behind.
 PHASES = ("setup", "loading", "data", "forward", "backward", "optimizer", "validation", "saving")
+_OF_A_STEP = ("data", "forward", "backward", "optimizer")
 _RECORD = 256  # bytes: one short write, seen whole or not at all
 
 
@@ -37,9 +38,12 @@ class Progress:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path(rank), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
 
-    def mark(self, phase: str, step: int) -> None:
-        """Note that this rank enters a phase of a step."""
-        self.phase, self.step = phase, step
+    def mark(self, phase: str, done: int) -> None:
+        """Note that this rank enters a phase, with ``done`` optimizer steps behind it.
+
+        Steps are told from 1 on: the one that is worked on, or the last one for what comes after it.
+        """
+        self.phase, self.step = phase, (step := done + (phase in _OF_A_STEP))
         if phase == "data":
             self.rows = self.longest = 0  # of the batch before
         record = {"rank": self.rank, "host": socket.gethostname(), "step": step, "phase": phase, "time": time.time()}

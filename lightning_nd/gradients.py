@@ -88,6 +88,10 @@ def check_finite(named: Iterable[tuple[str, nn.Parameter]], step: int) -> None:
 
     Collective over the world; every rank passes the same parameters in the same order.
 
+    Args:
+        named: parameters by name.
+        step: the one that is worked on, from 1 on.
+
     Raises:
         RuntimeError: the same on every rank, with the step, the first such parameter and the lowest rank that holds
             the element.

@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lightning_nd.callbacks.foreign import check_callbacks
 from lightning_nd.checkpoint.last import settle
+from lightning_nd.devices import tasks_per_node
 from lightning_nd.faults import read_progress
 from lightning_nd.mesh import Degree, ParallelDims
 
@@ -80,8 +81,7 @@ def resolve_devices(
     if manager == "torchrun":
         return int(environ["LOCAL_WORLD_SIZE"])
     if manager == "slurm":
-        per_node = environ.get("SLURM_NTASKS_PER_NODE")
-        return int(per_node) if per_node else max(1, int(environ["SLURM_NTASKS"]) // num_nodes)
+        return tasks_per_node(environ, num_nodes)
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     product = ParallelDims(**{axis: 1 if degree == "auto" else degree for axis, degree in given.items()}).world_size
     if "auto" in given.values() and accelerator_devices is not None:
@@ -293,8 +293,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
         if path is None or path.exists():
             return
         progress = getattr(getattr(trainer, "strategy", None), "_progress", None)
-        phase = progress.phase if progress is not None else "setup"
-        step = getattr(trainer, "global_step", 0) if trainer is not None else 0
+        step, phase = (progress.step, progress.phase) if progress is not None else (0, "setup")
         text = "".join(traceback.format_exception(error))
         rank = os.environ.get("LOCAL_RANK", "0")
         summary = f"rank {rank} on {socket.gethostname()} failed first, at step {step} ({phase}): "

@@ -29,10 +29,11 @@ from typing_extensions import override
 from lightning_nd import gradients
 from lightning_nd.checkpoint.saver import Saver
 from lightning_nd.checkpoint.strategy import CheckpointedStrategy
+from lightning_nd.devices import claim, device_of, one_each
 from lightning_nd.faults import Progress
 from lightning_nd.launch import _REPORTS, InProcess, LocalLauncher, RankFailedError, check_world, is_interactive
 from lightning_nd.loaders import SameRows, split_loader
-from lightning_nd.loss import LossOptions, TokenLedger, install_loss
+from lightning_nd.loss import LossOptions, TokenLedger, install_loss, made
 from lightning_nd.mesh import Degree, Meshes, ParallelDims
 from lightning_nd.parallelize import (
     ActivationCheckpointing,
@@ -194,17 +195,16 @@ class NDStrategy(CheckpointedStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        devices = self.parallel_devices or []
-        if devices and devices[0].type == "cuda":  # under torchrun Lightning takes the number asked for on trust
-            devices = [device for device in devices if (device.index or 0) < torch.cuda.device_count()]
-        if self.local_rank >= len(devices):
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            raise RuntimeError(
-                f"NDStrategy: local rank {self.local_rank} has no device: {len(devices)} are visible here"
-                f" ({', '.join(map(str, devices))}; CUDA_VISIBLE_DEVICES={visible}). Start one process a device, or let"
-                " every process see all devices of its node."
-            )
-        return devices[self.local_rank]  # an index into the visible devices, whatever their physical numbers
+        return device_of(self.parallel_devices or [], self.local_rank)
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = one_each(os.environ, devices) if devices else devices
 
     @property
     @override
@@ -238,6 +238,7 @@ class NDStrategy(CheckpointedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
+        claim(dist.distributed_c10d._get_default_store(), self.root_device, self.global_rank)
         self._meshes = self.dims.build_meshes(self.root_device.type, self._timeout)
         self._device_mesh = self._meshes.axes
         sharded, in_background = self._save_distributed_checkpoint, self._async_checkpoint
@@ -350,6 +351,10 @@ class NDStrategy(CheckpointedStrategy):
         return super().validation_step(*args, **kwargs)
 
     @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return made(super().predict_step(*args, **kwargs))  # the Trainer keeps what is returned
+
+    @override
     def on_validation_start(self) -> None:
         self._mark("validation")
 
@@ -416,7 +421,8 @@ class NDStrategy(CheckpointedStrategy):
         if not self._error_if_nonfinite:
             return
         assert self.lightning_module is not None
-        gradients.check_finite(self.lightning_module.named_parameters(), self.lightning_module.trainer.global_step)
+        step = self.lightning_module.trainer.global_step + 1
+        gradients.check_finite(self.lightning_module.named_parameters(), step)
 
     def grad_norm(self, parameters: Sequence[nn.Parameter] | None = None) -> Tensor:
         """The global 2-norm of the gradients as they are now, as one process would have it; collective.

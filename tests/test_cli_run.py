@@ -166,14 +166,14 @@ def test_torchrun_and_slurm_give_the_numbers_of_one_process(folder: Path) -> Non
         (
             "training_step",
             'raise ValueError("row 17 is odd")',
-            ["rank 1 on ", "failed first, at step 1 (forward): ValueError: row 17 is odd"],
+            ["rank 1 on ", "failed first, at step 2 (forward): ValueError: row 17 is odd"],
         ),
         (
             "on_before_batch_transfer",
             'assert not self.trainer.training, "row 17 is odd"',
-            ["rank 1 on ", "failed first, at step 1 (data): AssertionError: row 17 is odd"],
+            ["rank 1 on ", "failed first, at step 2 (data): AssertionError: row 17 is odd"],
         ),
-        ("training_step", "os._exit(9)", ["rank 1 on ", "ended with exit code 9 at step 1 (forward)"]),
+        ("training_step", "os._exit(9)", ["rank 1 on ", "ended with exit code 9 at step 2 (forward)"]),
         (
             "validation_step",
             'raise ValueError("row 17 is odd")',

@@ -57,9 +57,9 @@ def _one_rank_sleeps(rank: int, world_size: int, folder: str) -> str:
 def test_a_timeout_names_the_rank_that_is_behind(pool: Pool, tmp_path: Any) -> None:
     notes = pool.run(_one_rank_sleeps, 2, str(tmp_path), timeout=120)[0]
     assert "rank 0 on" in notes
-    assert "step 2, forward" in notes
+    assert "step 3, forward" in notes
     assert "Behind: rank 1 on" in notes
-    assert "step 2, data" in notes
+    assert "step 3, data" in notes
 
 
 def _runs_out(where: str) -> Callable[..., str]:
@@ -71,7 +71,7 @@ def _raise(*_: Any) -> None:
 
 
 class _Full(Module):
-    """Runs out of memory at step 1, in one phase, on every rank at once (so that none is left waiting)."""
+    """Runs out of memory at step 2, in one phase, on every rank at once (so that none is left waiting)."""
 
     phase = ""
 
@@ -112,7 +112,7 @@ def _out_in_optimizer(rank: int, world_size: int, folder: str) -> str:
 def test_out_of_memory_says_where_and_what_to_change(pool: Pool, tmp_path: Any, phase: str) -> None:
     for rank, notes in enumerate(pool.run(_runs_out(phase), 2, str(tmp_path))):
         assert f"rank {rank} on" in notes
-        assert f"step 1, {phase}" in notes
+        assert f"step 2, {phase}" in notes
         assert "2 rows, the longest of 16 tokens" in notes
         assert "activation_checkpointing='full'" in notes
         assert "micro_batch_size" in notes

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_nd import NDStrategy
+from lightning_nd.devices import claim
 from lightning_nd.parallelize import roots
 
 Batch = dict[str, Tensor]
@@ -161,6 +162,38 @@ def test_e09_a_rank_without_a_device_is_refused_by_name(monkeypatch: pytest.Monk
     for listed in (2, 1):
         with pytest.raises(RuntimeError, match=r"local rank 1 has no device: 1 are visible.*CUDA_VISIBLE_DEVICES=5"):
             _ = _strategy_on(1, listed).root_device
+
+
+@pytest.fixture
+def one_gpu_a_task(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Two tasks a node, each of which sees a GPU of its own."""
+    for name, value in {"NTASKS": 4, "NNODES": 2, "NTASKS_PER_NODE": 2, "PROCID": 3, "JOB_NAME": "train"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_e09_with_one_gpu_for_each_slurm_task_all_use_number_0(
+    one_gpu_a_task: pytest.MonkeyPatch, local_rank: int
+) -> None:
+    strategy = _strategy_on(local_rank, 1)
+    assert strategy.num_processes == 2
+    assert strategy.root_device == torch.device("cuda", 0)
+    one_gpu_a_task.delenv("SLURM_PROCID")  # a shell in the allocation, not a task
+    assert _strategy_on(0, 1).num_processes == 1
+
+
+def test_e09_two_ranks_on_one_gpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = {0: "GPU-a", 1: "GPU-b"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: type("P", (), {"uuid": uuids[d.index or 0]}))
+    store = torch.distributed.HashStore()
+    claim(store, torch.device("cuda", 0), 0)
+    claim(store, torch.device("cuda", 1), 1)
+    claim(store, torch.device("cuda", 0), 0)  # a second fit
+    claim(store, torch.device("cpu"), 2)
+    with pytest.raises(RuntimeError, match=r"ranks 1 and 2 on .* share one device \(cuda:1, GPU-b"):
+        claim(store, torch.device("cuda", 1), 2)
 
 
 def _strategy_on(local_rank: int, visible: int) -> NDStrategy:

@@ -110,9 +110,9 @@ def test_a_failing_rank_leaves_a_report_with_step_and_phase(tmp_path: Path, monk
     monkeypatch.setenv("LOCAL_RANK", "3")
 
     told: list[BaseException] = []
-    progress = type("P", (), {"phase": "validation"})
+    progress = type("P", (), {"step": 7, "phase": "validation"})
     strategy = type("S", (), {"on_exception": staticmethod(told.append), "_progress": progress})
-    trainer = type("T", (), {"global_step": 7, "strategy": strategy})
+    trainer = type("T", (), {"strategy": strategy})
 
     def fail() -> None:
         raise KeyError("lost row")

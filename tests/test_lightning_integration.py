@@ -457,7 +457,7 @@ def _infinite_gradient(rank: int, world_size: int, layout: Layout, hook: str) ->
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
 def test_nonfinite_gradient_on_one_rank_stops_all(pool: Pool, layout: Layout, hook: str) -> None:
     with pytest.raises(
-        WorkerError, match=r"layers\.1\.mlp\.up_proj\.weight.*step 1, first in the part of it on rank 1"
+        WorkerError, match=r"layers\.1\.mlp\.up_proj\.weight.*step 2, first in the part of it on rank 1"
     ) as caught:
         run(pool, _infinite_gradient, layout, hook)
     assert sorted(caught.value.failures) == list(range(layout[0] * layout[1] * layout[2]))

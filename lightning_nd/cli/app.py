@@ -27,6 +27,7 @@ from lightning_nd.checkpoint.last import was_restarted
 from lightning_nd.cli.keys import ConfigError, KeyChecker
 from lightning_nd.cli.messages import explain, shorten
 from lightning_nd.cli.paths import PathResolver
+from lightning_nd.devices import sees_only_its_own
 from lightning_nd.launch import check_world, is_interactive, resolve_devices
 from lightning_nd.precision import check_precision
 from lightning_nd.recipes.optim import (
@@ -220,6 +221,8 @@ class NDCLI(LightningCLI):
             )
             if isinstance(self.devices, int) and self.devices > 0:
                 check_world(os.environ, devices=self.devices, num_nodes=nodes, interactive=is_interactive(), **degrees)
+                if on_gpu and sees_only_its_own(os.environ):
+                    self.devices = 1  # what this process can be told to use
 
     def _check_run_dir(self) -> None:
         saved = self.run_dir / "config.yaml"

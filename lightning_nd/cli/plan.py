@@ -61,9 +61,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. See lightning-nd plan --help.")
 
 
+_OF_THE_DRAWING = ("--draw-attention", "--tokens", "--documents", "--window", "--layout")
+
+
 def main_command(command: str, args: list[str]) -> int:
     """Plan a run, or draw its attention."""
-    if any(option.partition("=")[0] == "--draw-attention" for option in args):
+    if any(option.partition("=")[0] in _OF_THE_DRAWING for option in args):
         return _draw_attention(command, args)
     from lightning_nd.cli.planning import plan_command
 

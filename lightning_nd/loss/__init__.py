@@ -16,6 +16,7 @@ from lightning_nd.loss.causal import (
 )
 from lightning_nd.loss.ledger import TokenLedger
 from lightning_nd.loss.options import LossOptions
+from lightning_nd.loss.pending import made
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor, strategy: Any, *, shifted: bool = False) -> Tensor:
@@ -47,6 +48,7 @@ __all__ = [
     "causal_lm_loss",
     "global_token_mean",
     "install_loss",
+    "made",
     "nll_sum",
     "shift_labels",
     "token_nll",

@@ -210,7 +210,7 @@ class PendingLogits(Tensor):
         noted = _note(func, args, kwargs)
         if noted is not None:
             return noted
-        args, kwargs = torch.utils._pytree.tree_map_only(PendingLogits, lambda p: p.make(), (args, kwargs))
+        args, kwargs = made((args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -219,6 +219,11 @@ class PendingLogits(Tensor):
             f"NDStrategy: {func} was applied to pending logits from below autograd, where their gradient would be lost."
             " Use NDStrategy(loss=LossOptions(chunk=None))."
         )
+
+
+def made(value: Any) -> Any:
+    """The same nest of containers with real logits in the place of pending ones, for what outlives its step."""
+    return torch.utils._pytree.tree_map_only(PendingLogits, lambda p: p.make(), value)
 
 
 def sum_of_products(terms: tuple[Term, ...]) -> Tensor:
