@@ -165,15 +165,20 @@ class Meshes:
 
 
 def _check_degrees(given: Mapping[str, object], world_size: int | None = None) -> None:
-    for axis, degree in given.items():
-        can_be_auto = world_size is not None and degree == "auto"
-        if not can_be_auto and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
-            hint = ", or 'auto', which takes the ranks that the others leave" if axis.startswith("dp") else ""
-            ranks = f" for {world_size} rank{'s' if world_size > 1 else ''}" if world_size else ""
-            allowed = f" Allowed: {_divisors(world_size)}{hint}." if world_size else f" Allowed: 1, 2, 3, …{hint}."
-            raise ValueError(
-                f"ParallelDims: {axis} must be a positive integer, got {degree!r} ({_picture(given)}{ranks}).{allowed}"
-            )
+    def wrong(degree: object) -> bool:
+        if world_size is not None and degree == "auto":
+            return False
+        return isinstance(degree, bool) or not isinstance(degree, int) or degree < 1
+
+    found = {axis: degree for axis, degree in given.items() if wrong(degree)}
+    if found:
+        ranks = f" for {world_size} rank{'s' if world_size > 1 else ''}" if world_size else ""
+        allowed = _divisors(world_size) if world_size else "1, 2, 3, …"
+        raise ValueError(
+            f"ParallelDims: {' and '.join(found)} must be {'a positive integer' if len(found) == 1 else 'positive integers'}, got"
+            f" {' and '.join(map(repr, found.values()))} ({_picture(given)}{ranks}). Allowed: {allowed}; and one degree"
+            " may be 'auto', which takes the ranks that the others leave."
+        )
 
 
 def _picture(degrees: Mapping[str, object]) -> str:

@@ -38,6 +38,7 @@ def test_auto_takes_what_the_others_leave(replicate: int, shard: int, cp: int, t
         (3, {"tp": 2}, ["3 ranks", "tp=2", "dp_shard=auto", "1, 3"]),
         (2, {"dp_shard": 1, "tp": 2, "cp": 2}, ["2 ranks", "tp=2", "cp=2", "multiply to 4"]),
         (4, {"dp_shard": 2}, ["4 ranks", "dp_shard=2", "multiply to 2"]),
+        (2, {"dp_replicate": -1, "dp_shard": -2}, ["dp_replicate and dp_shard", "integers, got -1 and -2", "2 ranks"]),
         (2, {"dp_shard": 0}, ["dp_shard", "positive integer", "got 0", "'auto'", "2 ranks", "tp=1", "(1, 2)"]),
         (6, {"dp_shard": -2, "tp": 3}, ["dp_shard", "got -2", "6 ranks", "dp_replicate=1", "tp=3", "(1, 2, 3, 6)"]),
         (2, {"tp": "auto2"}, ["tp", "positive integer", "got 'auto2'"]),
