@@ -174,10 +174,11 @@ def _check_degrees(given: Mapping[str, object], world_size: int | None = None) -
     if found:
         ranks = f" for {world_size} rank{'s' if world_size > 1 else ''}" if world_size else ""
         allowed = _divisors(world_size) if world_size else "1, 2, 3, …"
+        kind = "a positive integer" if len(found) == 1 else "positive integers"
         raise ValueError(
-            f"ParallelDims: {' and '.join(found)} must be {'a positive integer' if len(found) == 1 else 'positive integers'}, got"
-            f" {' and '.join(map(repr, found.values()))} ({_picture(given)}{ranks}). Allowed: {allowed}; and one degree"
-            " may be 'auto', which takes the ranks that the others leave."
+            f"ParallelDims: {' and '.join(found)} must be {kind}, got {' and '.join(map(repr, found.values()))}"
+            f" ({_picture(given)}{ranks}). Allowed: {allowed}; and one degree may"
+            " be 'auto', which takes the ranks that the others leave."
         )
 
 

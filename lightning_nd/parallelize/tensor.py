@@ -8,7 +8,6 @@ parallelism, ties, and the same mesh for every parameter, so that foreach and fu
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,17 +18,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lightning_nd.names import class_name
-from lightning_nd.parallelize.adapters import inner_styles, is_adapter
+from lightning_nd.parallelize.assignment import Assignment, assign
 from lightning_nd.parallelize.blocks import block_list, check_shared, find_blocks
 from lightning_nd.parallelize.flow import Part, Rehearsal, rehearse
+from lightning_nd.parallelize.heads import (
+    check_heads,
+    is_kv_projection,
+    kv_projection_names,
+    projection,
+    replicate_kv_heads,
+)
 from lightning_nd.parallelize.own_plan import check_own_plan
 from lightning_nd.parallelize.sequence import SequenceShard, is_tokenwise
 from lightning_nd.parallelize.styles import (
     STYLES,
-    ReplicatedKeyValue,
     ShardedParameter,
     Site,
-    Style,
     install_style,
     lend_parameters,
 )
@@ -64,14 +68,6 @@ class TensorParallelism:
     partial: frozenset[str] = frozenset()
     sequence: SequenceShard | None = None
     replicated_kv_heads: bool = False
-
-
-@dataclass
-class _Assignment:
-    """The style of every planned module and bare parameter, by full name."""
-
-    modules: dict[str, Style] = field(default_factory=dict)
-    parameters: dict[str, Style] = field(default_factory=dict)
 
 
 def resolve_plan(model: nn.Module, tp_plan: TPPlan | Literal["auto"], size: int) -> dict[str, str]:
@@ -116,31 +112,31 @@ def check_tensor_parallel(model: nn.Module, tp_plan: TPPlan | Literal["auto"], s
         _checked(model, tp_plan, size)
 
 
-def _checked(model: nn.Module, tp_plan: TPPlan | Literal["auto"], size: int) -> tuple[_Assignment, Rehearsal]:
+def _checked(model: nn.Module, tp_plan: TPPlan | Literal["auto"], size: int) -> tuple[Assignment, Rehearsal]:
     """The styles of a model, and what a rehearsal of them found."""
     plan = resolve_plan(model, tp_plan, size)
-    _check_heads(model, plan, size)
+    check_heads(model, plan, size)
     check_shared(model)
     _check_randomness(model, size)
-    assignment = _assign(model, plan)
+    assignment = assign(model, plan)
     if tp_plan != "auto" and not any(".*." in name for name in getattr(model, "tp_plan", None) or {}):
         check_own_plan(model, assignment.modules)
     modules = dict(model.named_modules())
     for name, style in assignment.modules.items():
-        if not _is_kv_projection(name, modules):
+        if not is_kv_projection(name, modules):
             style.check(name, modules[name], size)
     return assignment, _rehearse(model, assignment, size)
 
 
-def _rehearse(model: nn.Module, assignment: _Assignment, size: int) -> Rehearsal:
+def _rehearse(model: nn.Module, assignment: Assignment, size: int) -> Rehearsal:
     """Find the whole parameters that work on a rank's part, and give them their style."""
     blocks = [name for name, _ in find_blocks(model)]
     if not isinstance(getattr(model, "_no_split_modules", None), list | set | tuple) or not blocks:
         return Rehearsal(unknown="not a transformers model")
 
     def hold(twin: nn.Module) -> Part:
-        styles = _Assignment(dict(assignment.modules), dict(assignment.parameters))
-        _replicate_kv_heads(twin, styles, size, 0)
+        styles = Assignment(dict(assignment.modules), dict(assignment.parameters))
+        replicate_kv_heads(twin, styles, size, 0)
         placements, summed = _placements(twin, styles)
         return Part(styles.modules, placements, summed, _find_regions(twin, styles, trusted=True))
 
@@ -154,7 +150,7 @@ def _rehearse(model: nn.Module, assignment: _Assignment, size: int) -> Rehearsal
     return found
 
 
-def _placements(model: nn.Module, assignment: _Assignment) -> tuple[dict[str, Placement], frozenset[str]]:
+def _placements(model: nn.Module, assignment: Assignment) -> tuple[dict[str, Placement], frozenset[str]]:
     """How every parameter lies on the mesh, and which gradients are summed whatever stands around them."""
     placements: dict[str, Placement] = {}
     summed: set[str] = set()
@@ -193,12 +189,12 @@ def describe_split(model: nn.Module, tp_plan: TPPlan | Literal["auto"] = "auto")
     Raises:
         ValueError: if there is no plan for the model, or a style in it is unknown.
     """
-    assignment = _assign(model, resolve_plan(model, tp_plan, 2))
+    assignment = assign(model, resolve_plan(model, tp_plan, 2))
     regions = _find_regions(model, assignment, trusted=getattr(model, "tp_plan", None) is not None)
     grouped: dict[str, int] = {}
-    for name, module in _kv_projection_names(model, assignment):
+    for name, module in kv_projection_names(model, assignment):
         for key in (f"{name}.k_proj", f"{name}.v_proj"):
-            heads = _linear(module, key.rpartition(".")[2]).out_features // int(module.head_dim)  # type: ignore[arg-type]
+            heads = projection(module, key.rpartition(".")[2]).out_features // int(module.head_dim)  # type: ignore[arg-type]
             grouped.update({f"{key}.{own}": heads for own, _ in model.get_submodule(key).named_parameters()})
     divided: set[str] = set()
     widths: dict[str, set[int]] = {}
@@ -229,7 +225,7 @@ def apply_tensor_parallel(
     if mesh.size() == 1:
         return TensorParallelism()
     assignment, rehearsal = _checked(model, tp_plan, mesh.size())
-    replicated_kv = _replicate_kv_heads(model, assignment, mesh.size(), mesh.get_local_rank())
+    replicated_kv = replicate_kv_heads(model, assignment, mesh.size(), mesh.get_local_rank())
     regions = _find_regions(model, assignment, trusted=getattr(model, "tp_plan", None) is not None)
     sequence = _sequence_shard(model, mesh, tp_plan, sequence_parallel, rehearsal.sequence)
 
@@ -308,77 +304,6 @@ def _family(model: nn.Module) -> str:
     return str(getattr(config, "model_type", type(model).__name__))
 
 
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(r"[^.]+".join(re.escape(part) for part in name.split("*")))
-
-
-def _assign(model: nn.Module, plan: Mapping[str, str]) -> _Assignment:
-    """Find what each name of the plan stands for.
-
-    Raises:
-        ValueError: if a name of a user's plan matches nothing. (Families list names that only some sizes have.)
-    """
-    assignment = _Assignment()
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names = [name for name, _ in model.named_modules()]
-    for pattern, style in plan.items():
-        match = _pattern(pattern).fullmatch
-        hit_modules = [name for name in names if match(name)]
-        hit_parameters = [name for name in parameters if match(name)]
-        assignment.modules.update(dict.fromkeys(hit_modules, STYLES[style]))
-        assignment.parameters.update(dict.fromkeys(hit_parameters, STYLES[style]))
-        if not hit_modules and not hit_parameters and getattr(model, "tp_plan", None) is None:
-            raise ValueError(
-                f"NDStrategy: {pattern!r} of tp_plan matches no module or parameter of {type(model).__name__}."
-                " Names are relative to the model, '*' stands for one part between dots."
-            )
-    _split_vocabulary(model, assignment)
-    _split_adapters(model, assignment)
-    return assignment
-
-
-def _split_adapters(model: nn.Module, assignment: _Assignment) -> None:
-    modules = dict(model.named_modules())
-    for name, style in list(assignment.modules.items()):
-        if is_adapter(modules[name]):
-            assignment.modules.update(inner_styles(name, modules[name], style))
-
-
-def _split_vocabulary(model: nn.Module, assignment: _Assignment) -> None:
-    """Split the input embedding by rows where the head is split by rows: they may be tied, and it is as large."""
-    get_input, get_output = (getattr(model, f"get_{kind}_embeddings", None) for kind in ("input", "output"))
-    if get_input is None or get_output is None:
-        return
-    names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = names.get(id(get_input())), names.get(id(get_output()))
-    if embedding is None or embedding in assignment.modules or head not in assignment.modules:
-        return
-    if isinstance(get_input(), nn.Embedding):
-        assignment.modules[embedding] = STYLES["embedding_rowwise"]
-
-
-def _config_value(model: nn.Module, *names: str) -> int | None:
-    config = getattr(model, "config", None)
-    if config is None:
-        return None
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return next((v for name in names if isinstance(v := getattr(config, name, None), int)), None)
-
-
-def _check_heads(model: nn.Module, plan: Mapping[str, str], size: int) -> None:
-    heads = _config_value(model, "num_attention_heads", "n_head")
-    query = ("q_proj", "query_key_value", "qkv_proj", "c_attn", "q_b_proj")
-    splits_heads = any(name.rpartition(".")[2] in query and style == "colwise" for name, style in plan.items())
-    if heads is None or not splits_heads:
-        return
-    if heads % size:
-        allowed = [d for d in range(1, heads + 1) if heads % d == 0]
-        raise ValueError(
-            f"NDStrategy: tp={size} does not divide num_attention_heads={heads} of {type(model).__name__}."
-            f" Allowed values of tp for this model: {', '.join(map(str, allowed))}."
-        )
-
-
 def _check_randomness(model: nn.Module, size: int) -> None:
     """Ranks would draw their masks alone: replicated activations would differ, and no layout gives one process's."""
     active = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
@@ -399,55 +324,7 @@ def _draws(key: str, value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _kv_projection_names(model: nn.Module, assignment: _Assignment) -> list[tuple[str, nn.Module]]:
-    """Attention modules whose separate k and v projections are split by heads."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if hasattr(module, "num_key_value_groups")
-        and all(isinstance(_linear(module, key), nn.Linear) for key in ("k_proj", "v_proj"))
-        and assignment.modules.get(f"{name}.k_proj") is STYLES["colwise"]
-        and assignment.modules.get(f"{name}.v_proj") is STYLES["colwise"]
-    ]
-
-
-def _linear(module: nn.Module, key: str) -> Any:
-    layer = getattr(module, key, None)
-    return getattr(layer, "base_layer", layer)
-
-
-def _is_kv_projection(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    parent, _, leaf = name.rpartition(".")
-    return leaf in ("k_proj", "v_proj") and hasattr(modules[parent], "num_key_value_groups")
-
-
-def _replicate_kv_heads(model: nn.Module, assignment: _Assignment, size: int, rank: int) -> bool:
-    """Where tp does not divide the key/value heads, keep them whole and let each rank compute those it reads."""
-    replicated = False
-    for name, module in _kv_projection_names(model, assignment):
-        head_dim = int(module.head_dim)  # type: ignore[arg-type]
-        kv_heads = _linear(module, "k_proj").out_features // head_dim
-        if kv_heads % size == 0:
-            continue
-        groups = int(module.num_key_value_groups)  # type: ignore[arg-type]
-        local = kv_heads * groups // size
-        first = rank * local
-        read = [head // groups for head in range(first, first + local)]
-        distinct = sorted(set(read))
-        repeats = local // len(distinct)
-        if read != [head for head in distinct for _ in range(repeats)]:
-            distinct, repeats = read, 1  # the groups do not end where the ranks do: one key head for each query head
-        style = ReplicatedKeyValue(head_dim, tuple(distinct))
-        for key in (f"{name}.k_proj", f"{name}.v_proj"):
-            assignment.modules[key] = style
-            if is_adapter(layer := model.get_submodule(key)):
-                assignment.modules.update(inner_styles(key, layer, style))
-        module.num_key_value_groups = repeats
-        replicated = True
-    return replicated
-
-
-def _find_regions(model: nn.Module, assignment: _Assignment, trusted: bool) -> dict[str, bool]:
+def _find_regions(model: nn.Module, assignment: Assignment, trusted: bool) -> dict[str, bool]:
     """Every region (block child that needs the whole sequence) by name, and whether it is pure.
 
     In code that is not ``trusted`` to be of transformers' shape no region is pure: a residual sum inside it would get
@@ -464,7 +341,7 @@ def _find_regions(model: nn.Module, assignment: _Assignment, trusted: bool) -> d
     return regions
 
 
-def _is_pure(name: str, region: nn.Module, assignment: _Assignment) -> bool:
+def _is_pure(name: str, region: nn.Module, assignment: Assignment) -> bool:
     kinds = {"in": 0, "out": 0}
     for key, module in region.named_modules(prefix=name):
         style = assignment.modules.get(key)
