@@ -107,7 +107,7 @@ def dry_run(trainer: pl.Trainer, module: Any, data: Any, *, rank: int = 0) -> Dr
     trainer.datamodule = data  # type: ignore[attr-defined]
     strategy._lightning_module = module
     module._trainer = trainer
-    preflight(trainer, None, strategy.dims, strategy._tp_plan)
+    preflight(trainer, None, strategy.dims, strategy._tp_plan, strategy.attends_by_document)
     check_length(module.config, data.max_length)
     strategy._timeout, strategy._compile = None, False
     with simulated(strategy.dims.world_size, rank) as fake:
@@ -118,7 +118,7 @@ def dry_run(trainer: pl.Trainer, module: Any, data: Any, *, rank: int = 0) -> Dr
         with fake:
             parallelize(model, strategy)
             group = strategy.meshes.loss.get_group()
-            install_loss(model, strategy.ledger, group, sharded=strategy.dims.cp > 1)
+            install_loss(model, strategy.ledger, group, sharded=strategy.attends_by_document)
             made = configure_optimizers(module, {**DEFAULT_OPTIMIZER}, None)["optimizer"]
         batch = _batch(rows, length, module.config.get_text_config().vocab_size)
         if strategy._context is not None:

@@ -20,6 +20,7 @@ def preflight(
     data: pl.LightningDataModule | None,
     dims: ParallelDims,
     tp_plan: TPPlan | Literal["auto"] = "auto",
+    by_document: bool = False,
 ) -> None:
     """Refuse a Trainer, a model and data that cannot run on this layout.
 
@@ -42,7 +43,7 @@ def preflight(
     models: list[nn.Module] = [skeleton()] if callable(skeleton) else roots.find_roots(module, dims.tp)
     for model in models:
         check_tensor_parallel(model, tp_plan, dims.tp)
-        if dims.cp > 1:
+        if by_document:
             check_context_parallel(model)
         if roots.is_causal_lm(model):
             roots.check_objective(model, dims)

@@ -80,6 +80,8 @@ class NDStrategy(CheckpointedStrategy):
             balances the work of each batch.
         cp_sdpa: with ``cp`` > 1, a hand-written model's ``F.scaled_dot_product_attention(..., is_causal=True)`` sees
             all ranks' tokens.
+        document_attention: with ``cp`` = 1, too, attend document by document with the kernels of context parallelism:
+            padded and packed batches need no mask of all pairs of tokens.
         loss: chunks, label smoothing, z-loss; see `LossOptions`.
         compile: `torch.compile` each block.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -112,6 +114,7 @@ class NDStrategy(CheckpointedStrategy):
         cp_method: Literal["auto", "direct", "ring", "ulysses"] = "auto",
         cp_layout: Literal["auto", "zigzag", "chunks", "contiguous"] = "auto",
         cp_sdpa: bool = False,
+        document_attention: bool = False,
         loss: LossOptions | None = None,
         compile: bool = False,
         cpu_offload: bool = False,
@@ -131,6 +134,7 @@ class NDStrategy(CheckpointedStrategy):
         check_activation_checkpointing(activation_checkpointing)
         check_options(cp_method, cp_layout)
         self._cp_method, self._cp_layout, self._cp_sdpa = cp_method, cp_layout, cp_sdpa
+        self._document_attention = document_attention
         self._sequence_parallel = sequence_parallel
         self._tp_plan = tp_plan
         self._activation_checkpointing = activation_checkpointing
@@ -165,6 +169,11 @@ class NDStrategy(CheckpointedStrategy):
         if self._dims is None:
             raise RuntimeError("NDStrategy: the layout is known once the Trainer has been made.")
         return self._dims
+
+    @property
+    def attends_by_document(self) -> bool:
+        """Whether attention is the strategy's: it then knows the documents of a batch, and needs no mask."""
+        return self.dims.cp > 1 or self._document_attention
 
     @property
     def meshes(self) -> Meshes:
@@ -216,7 +225,7 @@ class NDStrategy(CheckpointedStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.dims.world_size > 1 or self.cluster_environment.creates_processes_externally:
-            check = partial(preflight, dims=self.dims, tp_plan=self._tp_plan)
+            check = partial(preflight, dims=self.dims, tp_plan=self._tp_plan, by_document=self.attends_by_document)
             self._launcher = LocalLauncher(self.cluster_environment, self.num_processes, self.num_nodes, check)
         else:
             self._launcher = InProcess()
@@ -243,7 +252,7 @@ class NDStrategy(CheckpointedStrategy):
         self._device_mesh = self._meshes.axes
         sharded, in_background = self._save_distributed_checkpoint, self._async_checkpoint
         self._saver = Saver(self.dims.as_dict(), sharded, in_background, self._timeout)
-        if self.dims.cp > 1 and self._context is None:  # a second stage keeps what the model has told the first
+        if self.attends_by_document and self._context is None:  # a second stage keeps what the model has told the first
             self._context = ContextParallel(
                 self._meshes.cp.get_group(),
                 self._cp_method,
@@ -281,7 +290,7 @@ class NDStrategy(CheckpointedStrategy):
             if roots.is_causal_lm(module):
                 roots.check_objective(module, self.dims)
                 group = self.meshes.loss.get_group()
-                install_loss(module, self.ledger, group, sharded=self.dims.cp > 1, options=self.loss)
+                install_loss(module, self.ledger, group, sharded=self.attends_by_document, options=self.loss)
         self._partial = partial_gradients(self.lightning_module)
         roots.sync_metrics_over(self.lightning_module, self.meshes.loss.get_group())
         self.model_to_device()

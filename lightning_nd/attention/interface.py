@@ -97,7 +97,9 @@ def check_model(model: PreTrainedModel) -> None:
     problems = [*_interface_problems(model), *_config_problems(config)]
     if problems:
         raise ValueError(
-            f"NDStrategy: {type(model).__name__} cannot run with cp > 1: " + "; ".join(problems) + ". Use cp=1."
+            f"NDStrategy: {type(model).__name__} cannot run with cp > 1 or document_attention: "
+            + "; ".join(problems)
+            + ". Use cp=1 without it."
         )
 
 

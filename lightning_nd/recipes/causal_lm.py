@@ -256,10 +256,10 @@ class CausalLM(LightningModule):
         self._check_packing()
 
     def _check_packing(self) -> None:
-        """Once, with the weights in place: the documents of packs do not see each other (under cp by construction)."""
+        """Once, with the weights in place: the documents of packs do not see each other."""
         data, strategy = getattr(self.trainer, "datamodule", None), self.trainer.strategy
-        cp = strategy.dims.cp if hasattr(strategy, "dims") else 1
-        if self._packing_checked or data is None or not getattr(data, "packing", False) or cp > 1:
+        known = getattr(strategy, "attends_by_document", False)
+        if self._packing_checked or data is None or not getattr(data, "packing", False) or known:
             return
         assert self.model is not None
         self._packing_checked = True
