@@ -26,7 +26,16 @@ from transformers import (
     T5GemmaForConditionalGeneration,
 )
 
-from lightning_nd.loss import LossOptions, TokenLedger, install_loss, kernels, nll_sum, shift_labels, token_nll
+from lightning_nd.loss import (
+    LossOptions,
+    TokenLedger,
+    install_loss,
+    kernels,
+    nll_sum,
+    shift_labels,
+    token_nll,
+    token_scores,
+)
 from lightning_nd.loss.chunked import Recipe
 from lightning_nd.loss.objective import check_router_loss
 from lightning_nd.loss.pending import PendingLogits, Product
@@ -345,6 +354,8 @@ def test_nll_token_by_token() -> None:
     want = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     assert torch.allclose(token_nll(model(**batch).logits, targets, CHUNK), want, atol=1e-5)
     assert torch.allclose(token_nll(logits, targets), want, atol=1e-6)
+    for given in (model(**batch).logits, logits):
+        assert (token_scores(given, targets, CHUNK)[1] == (logits.argmax(-1) == targets)).all()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_nd import NDStrategy
-from lightning_nd.loss import LossOptions, nll_sum
+from lightning_nd.loss import LossOptions, nll_sum, token_scores
 from lightning_nd.loss.pending import PendingLogits, Product
 
 OPTIONS = {"chunk": 5, "label_smoothing": 0.1, "z_loss": 1e-2}
@@ -183,6 +183,36 @@ def uneven_slices(rank: int, world_size: int) -> tuple[float, Tensor]:
     nll.backward()
     assert own.grad is not None
     return nll.item(), own.grad
+
+
+def scored(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    from lightning_nd.loss.chunked import VocabularySlice
+
+    x, weight, targets = tied_inputs()
+    part = VocabularySlice(torch.distributed.group.WORLD, 129 * rank, 257)  # type: ignore[arg-type]
+    own = weight[129 * rank : 129 * (rank + 1)].clone()
+    logits = PendingLogits(((Product(x[None], own, None), 1.0),), part=part)
+    return token_scores(logits, targets[None], LossOptions(chunk=7))
+
+
+def tied_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Two tokens of the vocabulary, one in each slice, always have the same logit, and often the largest."""
+    x, weight, _ = uneven_inputs()
+    weight[200] = weight[5] = weight[5] * 3
+    return x, weight, torch.tensor([5, 200, -100, 17, 130] * 80)
+
+
+def test_scores_from_slices_of_the_vocabulary(pool: Pool) -> None:
+    x, weight, targets = tied_inputs()
+    logits = x @ weight.t()
+    first = (logits == logits.amax(1, keepdim=True)).double().argmax(1)  # the first of equal ones
+    right = first == targets
+    assert int((right & (targets == 5)).sum()) > 10
+    for nll, hit in pool.run(scored, 2):
+        torch.testing.assert_close(nll[0], F.cross_entropy(logits, targets, reduction="none"))
+        assert hit[0].tolist() == right.tolist()
+    nll, hit = token_scores(logits[None], targets[None])
+    assert hit[0].tolist() == right.tolist()
 
 
 def uneven_inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from lightning_nd.loss.causal import (
     nll_sum,
     shift_labels,
     token_nll,
+    token_scores,
 )
 from lightning_nd.loss.ledger import TokenLedger
 from lightning_nd.loss.options import LossOptions
@@ -52,4 +53,5 @@ __all__ = [
     "nll_sum",
     "shift_labels",
     "token_nll",
+    "token_scores",
 ]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_nd.loss.chunked import IGNORE, Recipe, check_targets, each_nll, summed_loss
+from lightning_nd.loss.chunked import IGNORE, Recipe, check_targets, each_score, summed_loss
 from lightning_nd.loss.kernels import check_kernel, choose
 from lightning_nd.loss.ledger import TokenLedger
 from lightning_nd.loss.objective import check_router_loss, labels_are_shifted, own_loss
@@ -23,6 +23,7 @@ from lightning_nd.loss.pending import Head, PendingLogits, find_head
 log = logging.getLogger(__name__)
 
 DEFAULT = LossOptions()
+_SLICE = 1024  # tokens of a row whose logits are copied to float32 at a time
 
 
 def shift_labels(labels: Tensor) -> Tensor:
@@ -69,9 +70,16 @@ def nll_sum(
     return nll, supervised.sum()
 
 
-@torch.no_grad()
 def token_nll(logits: Tensor, targets: Tensor, options: LossOptions = DEFAULT) -> Tensor:
-    """Negative log likelihood of every target (nats, at least float32), 0 where it is not supervised; no gradient.
+    """The first of `token_scores`."""
+    return token_scores(logits, targets, options)[0]
+
+
+@torch.no_grad()
+def token_scores(logits: Tensor, targets: Tensor, options: LossOptions = DEFAULT) -> tuple[Tensor, Tensor]:
+    """Negative log likelihood of every target (nats, at least float32), and whether it is the likeliest token.
+
+    No gradient; 0 and False where a token is not supervised.
 
     Args:
         logits: ``[batch, sequence, vocabulary]``; pending ones are never made in full.
@@ -79,16 +87,22 @@ def token_nll(logits: Tensor, targets: Tensor, options: LossOptions = DEFAULT) -
         options: how.
 
     Returns:
-        ``[batch, sequence]``.
+        Two of ``[batch, sequence]``.
     """
     targets = targets.to(logits.device)
     _check_shapes(logits, targets)
+    supervised = targets != IGNORE
     if isinstance(logits, PendingLogits) and (parts := _take_apart(logits, targets, options)) is not None:
         pairs, bias, kept, recipe = parts
-        each = each_nll(pairs, bias, kept, recipe)
-        return each.new_zeros(targets.shape).masked_scatter_(targets != IGNORE, each)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.transpose(1, -1), targets, ignore_index=IGNORE, reduction="none")
+        each, right = each_score(pairs, bias, kept, recipe)
+        nll = each.new_zeros(targets.shape).masked_scatter_(supervised, each)
+        return nll, right.new_zeros(targets.shape).masked_scatter_(supervised, right)
+    losses, hits = [], []
+    for part, wanted in zip(logits.split(_SLICE, 1), targets.split(_SLICE, 1), strict=True):
+        wide = part.to(torch.promote_types(part.dtype, torch.float32))
+        losses.append(F.cross_entropy(wide.transpose(1, -1), wanted, ignore_index=IGNORE, reduction="none"))
+        hits.append(part.argmax(-1) == wanted)
+    return torch.cat(losses, 1), torch.cat(hits, 1) & supervised
 
 
 def _check_shapes(logits: Tensor, targets: Tensor) -> None:

@@ -144,12 +144,34 @@ def summed_loss(
 
 
 @torch.no_grad()
-def each_nll(pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, targets: Tensor, recipe: Recipe) -> Tensor:
-    """The losses of tokens one by one, ``[tokens]``, without gradient; arguments as of `summed_loss`."""
-    losses = [
-        _chunk(pairs, bias, targets, recipe, slice(i, i + recipe.chunk), False)[0] for i in _starts(targets, recipe)
-    ]
-    return torch.cat(losses) if losses else targets.new_zeros(0, dtype=_wide(pairs))
+def each_score(
+    pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, targets: Tensor, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """Each token's loss, and whether the likeliest token is the target, both ``[tokens]``; no gradient.
+
+    Arguments as of `summed_loss`.
+    """
+    losses, hits = [targets.new_zeros(0, dtype=_wide(pairs))], [targets.new_zeros(0, dtype=torch.bool)]
+    for start in _starts(targets, recipe):
+        tokens = slice(start, start + recipe.chunk)
+        z = _products(pairs, bias, tokens)
+        y = z if recipe.function is None else recipe.function(z)
+        y = y.to(torch.promote_types(y.dtype, torch.float32))
+        hits.append(likeliest(y, recipe.part) == targets[tokens])
+        losses.append(token_losses(y, targets[tokens], recipe, False))
+    return torch.cat(losses), torch.cat(hits)
+
+
+def likeliest(y: Tensor, part: VocabularySlice | None) -> Tensor:
+    """The token with the largest logit, the first of equal ones: ``[tokens, v]`` → ``[tokens]``, on every tp rank."""
+    top, index = y.max(1)
+    if part is None:
+        return index
+    mixed = torch.stack([top.double(), (index + part.first).double()])  # both exact
+    gathered = mixed.new_empty((part.group.size(), *mixed.shape))
+    dist.all_gather_into_tensor(gathered.view(-1), mixed.view(-1), group=part.group)
+    rank = gathered[:, 0].max(0, keepdim=True).indices  # slices are in order
+    return gathered[:, 1].gather(0, rank).squeeze(0).long()
 
 
 def _starts(targets: Tensor, recipe: Recipe) -> range:
@@ -158,6 +180,14 @@ def _starts(targets: Tensor, recipe: Recipe) -> range:
 
 def _wide(pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.dtype:
     return torch.promote_types(pairs[0][0].dtype, torch.float32)
+
+
+def _products(pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, tokens: slice) -> Tensor:
+    x, weight = pairs[0]
+    z = torch.nn.functional.linear(x[tokens], weight, bias)
+    for x, weight in pairs[1:]:
+        z = z.addmm_(x[tokens], weight.t())
+    return z
 
 
 def _chunk(
@@ -169,10 +199,7 @@ def _chunk(
     gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Losses of a chunk, and the gradient of their sum with respect to ``Σ xᵢ Wᵢᵀ + b``."""
-    x, weight = pairs[0]
-    z = torch.nn.functional.linear(x[tokens], weight, bias)
-    for x, weight in pairs[1:]:
-        z = z.addmm_(x[tokens], weight.t())
+    z = _products(pairs, bias, tokens)
     if recipe.function is None:
         y = z.to(_wide(pairs))
         losses = token_losses(y, targets[tokens], recipe, gradient)

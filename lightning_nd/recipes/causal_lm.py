@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_nd.assets import resolve
 from lightning_nd.data.isolation import check_isolation
-from lightning_nd.loss import shift_labels
+from lightning_nd.loss import CausalLMLoss, shift_labels, token_nll, token_scores
 from lightning_nd.parallelize.context import gather_sequence
 from lightning_nd.recipes.lora import LoRA
 from lightning_nd.recipes.neftune import noise
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Batch = dict[str, Tensor]
-_SLICE = 1024
-"""Tokens of each row that are scored at a time."""
 
 
 class CausalLM(LightningModule):
@@ -323,11 +321,9 @@ class CausalLM(LightningModule):
     @override
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         logits, targets = self._logits_and_targets(batch)
-        # a slice of the rows' tokens at a time: float32 copies of all logits are the largest tensors of a forward
-        for part, wanted in zip(logits.split(_SLICE, 1), targets.split(_SLICE, 1), strict=True):
-            nll = _nll_of_tokens(part, wanted)
-            self._nll.update(nll.sum(dtype=torch.float64))
-            self._right.update(((part.argmax(-1) == wanted) & (wanted != -100)).sum())
+        nll, right = token_scores(logits, targets)
+        self._nll.update(nll.sum(dtype=torch.float64))
+        self._right.update(right.sum())
         self._tokens.update((targets != -100).sum())
 
     @override
@@ -354,7 +350,7 @@ class CausalLM(LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Score each row: ``nll`` [rows], summed over its supervised tokens, and their number ``supervised_tokens``."""
         logits, targets = self._logits_and_targets(batch)
-        nll = _nll_of_tokens(logits, targets)
+        nll = token_nll(logits, targets)
         # where rows are split over ranks, each has the terms of its own tokens
         nll, counted = gather_sequence(nll, batch), gather_sequence(targets != -100, batch)
         return {"nll": nll.sum(1), "supervised_tokens": counted.sum(1)}
@@ -362,6 +358,9 @@ class CausalLM(LightningModule):
     def _logits_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         targets = batch["shift_labels"] if "shift_labels" in batch else shift_labels(batch["labels"])
         inputs = {key: value for key, value in batch.items() if key not in ("labels", "shift_labels")}
+        if isinstance(getattr(self.model, "loss_function", None), CausalLMLoss):
+            # With labels the strategy's loss makes logits only when they are read; these ask for no loss.
+            inputs |= {"labels": (nothing := torch.full_like(targets, -100)), "shift_labels": nothing}
         logits = self(**inputs).logits
         return (logits.full_tensor() if hasattr(logits, "full_tensor") else logits), targets
 
@@ -391,13 +390,6 @@ class CausalLM(LightningModule):
             dtype = json.loads((folder / "config.json").read_text()).get("dtype") if kind == "model" else None
             stored = f" in {dtype}" if dtype else ""
             rank_zero_info(f"Exported the {kind}{stored} to {folder.absolute()}")
-
-
-def _nll_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """[rows, tokens]: the negative log likelihood of each target in float32, 0 where there is none."""
-    return torch.nn.functional.cross_entropy(
-        logits.float().transpose(1, 2), targets, ignore_index=-100, reduction="none"
-    )
 
 
 def supervised_tokens(batch: Batch) -> Tensor:
