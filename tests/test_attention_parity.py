@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import make_model
-from parity import train_parallel
+from parity import ParityModule, train_parallel
 from reference import Batch, Run, adamw, compare, make_batches, relative, train
 from torch import Tensor, nn
 
@@ -158,6 +158,26 @@ def test_activation_checkpointing_recomputes_with_the_same_plan(pool, mode, meth
     trainer, reference = {"accumulate_grad_batches": 2}, {"accumulate": 2}
     options = {"activation_checkpointing": mode, "cp_method": method, "trainer": trainer, "reference": reference}
     check(*run(pool, "gemma3", batches, **options))
+
+
+class CountsSteps(ParityModule):
+    """Notes how often keys were waited for, forward and backward, under cp."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, index: int) -> None:
+        self.run.tokens.append(sum(what == "wait" for what, _ in batch["cp_context"].traffic.events))
+
+
+def count_waits(rank: int, world_size: int, mode: Any) -> list[float]:
+    strategy = {"cp": 2, "activation_checkpointing": mode}
+    run = train_parallel(
+        rank, world_size, "llama", (1, 1, 1), make_batches(1), strategy=strategy, module_class=CountsSteps
+    )
+    return run.tokens if run is not None else []
+
+
+def test_selective_checkpointing_exchanges_no_keys_again(pool):
+    none, selective, full = (pool.run(count_waits, 2, mode)[0][-1] for mode in ("none", "selective", "full"))
+    assert 0 < none == selective < full
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "chunks", "contiguous"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_nd.attention.keep import kept
 from lightning_nd.attention.kernels import Kernel
 from lightning_nd.attention.merge import accumulation_dtype, merge
 from lightning_nd.attention.plan import Plan, Rect, Step, count_rows
@@ -42,24 +43,7 @@ class Call:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
-        acc = accumulation_dtype(q.dtype)
-        out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=acc, device=q.device)
-        lse = torch.full(q.shape[:2], -math.inf, dtype=acc, device=q.device)
-        steps = call.plan.forward
-        for s, k_block, v_block in _blocks(call, steps, k, v):
-            for part, rows, keys in _parts(call, steps, s):
-                new = call.kernel.forward(q[rows], k_block[keys], v_block[keys], part, call.scale, call.softcap)
-                if part.first:
-                    out[rows], lse[rows] = new
-                else:
-                    merge(out[rows], lse[rows], *new)
-            del k_block, v_block  # its buffer is the next one to receive
-        if sinks is not None:
-            # A sink is one more key, without a value: it only enlarges the denominator.
-            total = torch.logaddexp(lse, sinks.to(acc))
-            out.mul_(torch.exp(lse - total).unsqueeze(-1))
-            lse = total
-        result = out.to(q.dtype)
+        result, lse = kept(lambda: _forward(q, k, v, sinks, call))
         ctx.save_for_backward(q, k, v, result, lse, sinks)
         ctx.call = call
         return result
@@ -99,6 +83,28 @@ class _Attention(torch.autograd.Function):
             delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of this rank's queries."""
+    acc = accumulation_dtype(q.dtype)
+    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=acc, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=acc, device=q.device)
+    steps = call.plan.forward
+    for s, k_block, v_block in _blocks(call, steps, k, v):
+        for part, rows, keys in _parts(call, steps, s):
+            new = call.kernel.forward(q[rows], k_block[keys], v_block[keys], part, call.scale, call.softcap)
+            if part.first:
+                out[rows], lse[rows] = new
+            else:
+                merge(out[rows], lse[rows], *new)
+        del k_block, v_block  # its buffer is the next one to receive
+    if sinks is not None:
+        # A sink is one more key, without a value: it only enlarges the denominator.
+        total = torch.logaddexp(lse, sinks.to(acc))
+        out.mul_(torch.exp(lse - total).unsqueeze(-1))
+        lse = total
+    return out.to(q.dtype), lse
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_nd.attention.keep import Kept, is_computing
 from lightning_nd.attention.sdpa import SDPARouter
 from lightning_nd.parallelize.blocks import find_blocks
 from lightning_nd.parallelize.sequence import SequenceShard
@@ -82,6 +83,7 @@ def _wrap(model: nn.Module, name: str, block: nn.Module, context_fn: ContextFn) 
 def _contexts(sequence: SequenceShard | None, attention: SDPARouter | None, selective: bool) -> ContextPair:
     pairs: list[ContextPair] = [x.checkpoint_contexts() for x in (sequence, attention) if x is not None]
     if selective:
+        pairs.append(Kept().checkpoint_contexts())
         pairs.append(create_selective_checkpoint_contexts(_keep_policy()))
     return _enter([p[0] for p in pairs]), _enter([p[1] for p in pairs])
 
@@ -112,6 +114,8 @@ def _keep_policy() -> Callable[..., CheckpointPolicy]:
     seen = {False: 0, True: 0}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if is_computing():
+            return CheckpointPolicy.PREFER_RECOMPUTE  # context-parallel attention keeps its result itself
         if op in attention:
             return CheckpointPolicy.MUST_SAVE
         if op in products:

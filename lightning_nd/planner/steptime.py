@@ -167,8 +167,6 @@ def step_time(
         again = recomputed(setting.checkpointing, block.count) / block.count
         if setting.checkpointing == "selective":
             again_time = 0.5 * forward.matmul + forward.elementwise + forward.tp
-            if dims.cp > 1:  # the kernels under a ring are not those that selective checkpointing keeps
-                again_time += forward.attention
         else:
             again_time = again * (forward.busy + forward.tp)
         ring_f, ring_b = _context(block, setting, work, links)
