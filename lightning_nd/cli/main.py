@@ -21,6 +21,7 @@ COMMANDS = {
         "write the model of a checkpoint as a Hugging Face folder",
     ),
     "checkpoint": ("lightning_nd.cli.checkpoint:main_command", "list, check and compare checkpoints; loads nothing"),
+    "doctor": ("lightning_nd.cli.doctor:main_command", "what is wrong with this machine, and what to do"),
     "plan": ("lightning_nd.cli.plan:main_command", "which layout fits, how fast it is and why; needs no GPU"),
     "verify": ("lightning_nd.cli.verify:main_command", "compare this layout with one process, number by number"),
 }
