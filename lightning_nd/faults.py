@@ -34,6 +34,8 @@ class Progress:
         self.rows = 0
         self.longest = 0
         self.keep = False
+        #: The connection on which other ranks' failures are heard; a `lightning_nd.nodes.Line`.
+        self.line: Any = None
         self._started = time.time()
         folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path(rank), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
@@ -56,7 +58,10 @@ class Progress:
             self.rows, self.longest = int(ids.shape[0]), int(ids.shape[1])
 
     def close(self) -> None:
-        """Remove this rank's file, unless it is to be kept."""
+        """Remove this rank's file, unless it is to be kept, and say goodbye to the others."""
+        if self.line is not None:
+            self.line.close()
+            self.line = None
         if self._file >= 0:
             os.close(self._file)
             if not self.keep:
@@ -81,7 +86,10 @@ class Progress:
     def _who_is_behind(self) -> list[str]:
         found = [_read(path) for path in sorted(self.folder.glob("progress-*.json"))]
         # Not those that an earlier run has left here.
-        records = [r for r in found if r is not None and r["time"] > self._started - 120]
+        by_rank = {r["rank"]: r for r in found if r is not None and r["time"] > self._started - 120}
+        for heard in self.line.records() if self.line is not None else []:
+            by_rank.setdefault(heard["rank"], heard)  # of hosts that do not share the folder
+        records = list(by_rank.values())
         if len(records) < 2:
             return ["A collective timed out; only this rank's progress can be seen from here."]
 
@@ -101,6 +109,12 @@ class Progress:
 
     def _path(self, rank: int) -> Path:
         return _file_of(self.folder, rank)
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an error may be the consequence of another rank's: words of the libraries that move tensors."""
+    words = r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket|tim(ed|e) ?-?out"
+    return isinstance(error, RuntimeError) and re.search(words, str(error), re.IGNORECASE) is not None
 
 
 def read_progress(folder: Path, rank: int) -> dict[str, Any] | None:

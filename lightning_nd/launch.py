@@ -30,8 +30,9 @@ from typing_extensions import override
 from lightning_nd.callbacks.foreign import check_callbacks
 from lightning_nd.checkpoint.last import settle
 from lightning_nd.devices import tasks_per_node
-from lightning_nd.faults import read_progress
+from lightning_nd.faults import Progress, lost_a_peer, read_progress
 from lightning_nd.mesh import Degree, ParallelDims
+from lightning_nd.nodes import choose_interface, connect
 
 log = logging.getLogger(__name__)
 
@@ -208,6 +209,9 @@ class InProcess(_Launcher):
             args, kwargs = settle(trainer, function, args, kwargs)
         return function(*args, **kwargs)
 
+    def listen(self, progress: Progress, strategy: Any) -> None:
+        """There is no other rank."""
+
     @override
     def kill(self, signum: Any) -> None:
         pass
@@ -266,6 +270,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
         elif is_child():
             threading.Thread(target=_watch_parent, daemon=True, name="watch-parent").start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
+        choose_interface(environment, self.num_nodes)
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -273,7 +278,12 @@ class LocalLauncher(_SubprocessScriptLauncher):
                 raise
             if trainer is not None:
                 trainer.strategy.on_exception(error)  # adds what the strategy knows, for the report
-            self._report(error, trainer)
+            elsewhere = self._report(error, trainer)
+            if elsewhere is not None:
+                self._end_children()
+                if is_child():
+                    raise SystemExit(1) from None
+                raise RankFailedError(elsewhere) from None
             if self.procs:
                 silent = self._end_children()
                 first = _first_report()
@@ -283,25 +293,31 @@ class LocalLauncher(_SubprocessScriptLauncher):
                     raise RankFailedError(first.read_text()) from None
             raise
 
-    def _report(self, error: BaseException, trainer: Any) -> None:
-        # torchrun reads its own file and prints the first failure of all ranks
-        if os.environ.get("TORCHELASTIC_ERROR_FILE") and isinstance(error, Exception):
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    def listen(self, progress: Progress, strategy: Any) -> None:
+        """On several nodes, or where others start the ranks: hear of ranks that fail or are gone; collective."""
+        if strategy.world_size > 1 and (self.num_nodes > 1 or process_manager(os.environ) != "local"):
+            on_silence = None if is_child() else _end_now  # children are ended by their parent
+            progress.line = connect(progress, self.cluster_environment, strategy.broadcast, on_silence)
 
-            get_error_handler().record_exception(error)
-        path = _own_report()
-        if path is None or path.exists():
-            return
-        progress = getattr(getattr(trainer, "strategy", None), "_progress", None)
+    def _report(self, error: BaseException, trainer: Any) -> str | None:
+        """Leave a report for the others; returns what a rank of another launcher has told, if it failed before."""
+        progress: Progress | None = getattr(getattr(trainer, "strategy", None), "_progress", None)
         step, phase = (progress.step, progress.phase) if progress is not None else (0, "setup")
         text = "".join(traceback.format_exception(error))
-        rank = os.environ.get("LOCAL_RANK", "0")
+        rank = self._first_rank() + int(os.environ.get("LOCAL_RANK", "0"))
         summary = f"rank {rank} on {socket.gethostname()} failed first, at step {step} ({phase}): "
         summary += traceback.format_exception_only(error)[0].strip()
-        try:
-            path.write_text(f"{text}\n{summary}")
-        except OSError:  # the directory went away with a parent that already ended
-            log.debug("could not write %s", path)
+        elsewhere = None
+        if progress is not None and progress.line is not None and isinstance(error, Exception):
+            elsewhere = progress.line.fail(summary, consequence=lost_a_peer(error))
+        _tell_torchrun(error if elsewhere is None else RankFailedError(elsewhere))
+        path = _own_report()
+        if path is not None and not path.exists():
+            try:
+                path.write_text(f"{text}\n{summary}")
+            except OSError:  # the directory went away with a parent that already ended
+                log.debug("could not write %s", path)
+        return elsewhere
 
     def _end_children(self) -> str | None:
         """Wait for the children, kill those that hang; words for one that died without a report."""
@@ -335,7 +351,9 @@ class LocalLauncher(_SubprocessScriptLauncher):
             if process.returncode:
                 found.append(self._ended(i, process.returncode))
             elif process.returncode is None and record is not None:  # it is gone once the run is over
-                found.append(f"rank {i} on {record['host']} is still at step {record['step']}, {record['phase']}.")
+                found.append(
+                    f"rank {record['rank']} on {record['host']} is still at step {record['step']}, {record['phase']}."
+                )
         if not found:
             return
         for process in self.procs:
@@ -355,7 +373,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
         """Words for a rank that died without a report: how, and where it was."""
         record = read_progress(Path(os.environ[_REPORTS]), self._first_rank() + child)
         where = f" at step {record['step']} ({record['phase']})" if record is not None else ""
-        return f"rank {child} on {socket.gethostname()} ended with {_exit_words(code)}{where}."
+        rank = self._first_rank() + child
+        return f"rank {rank} on {socket.gethostname()} ended with {_exit_words(code)}{where}."
 
     def _first_rank(self) -> int:
         return int(self.cluster_environment.node_rank()) * self.num_processes
@@ -381,6 +400,25 @@ class LocalLauncher(_SubprocessScriptLauncher):
             sys.stdout.flush()
             print(f"\n{text}", file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def _end_now(words: str) -> None:
+    """End this process, which waits for a rank that is gone, with the words of that rank's failure."""
+    _tell_torchrun(RankFailedError(words))
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
+        sys.stdout.flush()
+        print(f"\n{words}", file=sys.stderr, flush=True)
+    if folder := os.environ.get(_REPORTS):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """It reads a file and prints the first failure of all ranks."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE") and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def _exit_words(code: int | None) -> str:

@@ -281,6 +281,7 @@ class NDStrategy(CheckpointedStrategy):
         # Under the local launcher the ranks share a folder of its own; else the run's, which nodes share if they can.
         folder = os.environ.get(_REPORTS) or os.path.join(trainer.default_root_dir, ".progress")
         self._progress = Progress(Path(folder), self.global_rank)
+        self._launcher.listen(self._progress, self)  # type: ignore[union-attr]
         self._take_over_samplers(trainer)
         self._same_rows = SameRows(self.meshes, self.root_device)
         check_layout(self.lightning_module, self.dims)
