@@ -265,7 +265,8 @@ def lose_a_node(
     wait_until(under_way, 240, "the job is not under way")
     nodes[1].kill() if by == "kill" else nodes[1].pull_the_cable()
     seconds = wait_until(lambda: all(p.poll() is not None for p in here), patience, "the first node goes on waiting")
-    time.sleep(0.5)
+    with contextlib.suppress(TimeoutError):  # children look for their parent once a second
+        wait_until(lambda: not nodes[0].living(), 5, "processes are left")
     return Loss(seconds, [p.returncode for p in here], said(here), nodes[0].living(), nodes[0].listening())
 
 

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningDataModule
@@ -32,7 +34,7 @@ from lightning_nd.checkpoint.last import settle
 from lightning_nd.devices import tasks_per_node
 from lightning_nd.faults import Progress, lost_a_peer, read_progress
 from lightning_nd.mesh import Degree, ParallelDims
-from lightning_nd.nodes import choose_interface, connect
+from lightning_nd.nodes import choose_interface, connect, meet_again
 
 log = logging.getLogger(__name__)
 
@@ -233,6 +235,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
     _launches = 0  # of this process, its Trainers' together
     #: The ranks have agreed to stop, and end with this exit code.
     preempted = False
+    #: By which the processes are to be connected, if not by that of torchrun.
+    store: dist.Store | None = None
 
     def __init__(
         self,
@@ -247,6 +251,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         environment = self.cluster_environment
+        if process_manager(os.environ) == "torchrun" and LocalLauncher.store is None:
+            LocalLauncher.store = meet_again(os.environ, default_pg_timeout)
         if trainer is not None:
             args, kwargs = settle(trainer, function, args, kwargs)
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)

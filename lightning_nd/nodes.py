@@ -16,13 +16,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, MutableMapping
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
-from lightning_nd.faults import Progress
+from lightning_nd.faults import Progress, read_progress
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,45 @@ def _address_of(interface: str) -> str | None:
         return None
 
 
+# -- torchrun's restarts ----------------------------------------------------------------------------------------------
+
+
+def meet_again(environ: MutableMapping[str, str], timeout: timedelta) -> dist.Store | None:
+    """Under ``torchrun --max-restarts``, a store without what ranks of earlier attempts have left; collective.
+
+    Torchrun keeps one store over its restarts, and a new rank would connect to addresses of ranks that are gone. So
+    each rank asks rank 0 under a name that it has just made up, and the answer is the name of this attempt. All learn
+    the number of attempts too (``TORCHELASTIC_RESTART_COUNT``): nodes count their own restarts only.
+
+    Args:
+        environ: of the process; the count in it is corrected.
+        timeout: for the other ranks to come.
+    """
+    if int(environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) < 1 or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    rank, ranks = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    shared = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), ranks, is_master=False, timeout=timeout)
+    if rank == 0:
+        attempt = f"{shared.add('nd/attempts', 1)}-{uuid.uuid4().hex[:8]}"
+        answered: set[bytes] = set()
+        deadline = time.monotonic() + timeout.total_seconds()
+        while shared.add(f"nd/{attempt}/here", 0) < ranks - 1:
+            for other in range(1, ranks):
+                if shared.check([f"nd/asks/{other}"]) and (name := shared.get(f"nd/asks/{other}")) not in answered:
+                    answered.add(name)
+                    shared.set(f"nd/answer/{name.decode()}", attempt)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank 0: not all of {ranks} ranks have come within {timeout}")
+            time.sleep(0.05)
+    else:
+        own = uuid.uuid4().hex
+        shared.set(f"nd/asks/{rank}", own)
+        attempt = shared.get(f"nd/answer/{own}").decode()
+        shared.add(f"nd/{attempt}/here", 1)
+    environ["TORCHELASTIC_RESTART_COUNT"] = str(int(attempt.split("-")[0]) - 1)
+    return dist.PrefixStore(f"nd/{attempt}", shared)
+
+
 # -- who has failed ---------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +145,6 @@ class Line:
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         for peer in peers:
-            _keep_alive(peer)
             self._known[peer], self._rest[peer] = {"rank": 0, "host": _name(peer)}, b""
             self._selector.register(peer, selectors.EVENT_READ)
         if not self.first:
@@ -185,6 +225,8 @@ class Line:
     def _lose(self, peer: socket.socket, how: str) -> None:
         known = self._known[peer]
         self._forget(peer)
+        if found := read_progress(self.progress.folder, known["rank"]):  # its last word, where the folder is shared
+            known.update(found)
         where = f", step {known['step']}, {known['phase']}" if "step" in known else ""
         self._hear(f"rank {known['rank']} on {known['host']}{where}: {how}.", peer)
 
@@ -230,6 +272,8 @@ def connect(
             peers[0].sendall(token.encode())
             peers[0].settimeout(None)
     if broadcast(len(peers) == ranks - 1) and peers:
+        for peer in peers:
+            _keep_alive(peer)
         return Line(progress, peers, on_silence)
     for peer in peers:
         peer.close()
@@ -265,5 +309,5 @@ def _keep_alive(peer: socket.socket) -> None:
 def _name(peer: socket.socket) -> str:
     try:
         return str(peer.getpeername()[0])
-    except OSError:
+    except (OSError, IndexError):
         return "an unknown host"

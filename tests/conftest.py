@@ -21,6 +21,7 @@ from collections.abc import Iterator  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from pool import Pool  # noqa: E402
+from resuming import write_rows  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -31,3 +32,9 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of 24 chats, for runs that are interrupted."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 24)

@@ -334,6 +334,8 @@ def _serve(pipe: Connection, folder: str, path: list[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # As in a user's process: we came by a forkserver, and loader workers would each start and fill one of their own.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     warnings.simplefilter("default")
     gc.freeze()  # the libraries' million objects: collecting after each run then costs nothing
     environment = dict(os.environ)

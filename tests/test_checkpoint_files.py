@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool, WorkerError
-from resuming import SaveAt, check_equal, run, write_rows
+from resuming import SaveAt, check_equal, run
 
 from lightning_nd.checkpoint import files
 from lightning_nd.checkpoint.inspect import Contents, differences
@@ -23,11 +23,6 @@ from lightning_nd.checkpoint.manifest import FORMAT, CheckpointError, Manifest, 
 from lightning_nd.cli.main import main
 
 SHORT: dict[str, Any] = {"max_steps": 6}
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 24)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from pool import Pool, WorkerError, tiny_trainer
-from resuming import SaveAt, Trained, make_data, run, write_rows
+from resuming import SaveAt, Trained, make_data, run
 from tiny import TEMPLATE, tiny_tokenizer
 
 from lightning_nd import NDStrategy, load_from_checkpoint
@@ -27,11 +27,6 @@ from lightning_nd.callbacks import MetricsLog
 from lightning_nd.checkpoint.inspect import Contents
 
 SHORT: dict[str, Any] = {"max_steps": 6, "enable_checkpointing": True}
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 24)
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +220,11 @@ def with_callback(rank: int, world: int, rows: str, folder: str, make: str) -> s
 def test_averaging_callbacks_are_refused(pool: Pool, rows: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="copies the module before it is sharded"):
         pool.run(with_callback, 2, rows, str(tmp_path), name)
+
+
+def test_the_learning_rate_finder_leaves_the_run_as_it_was(pool: Pool, rows: str, tmp_path: Path) -> None:
+    assert pool.run(with_callback, 2, rows, str(tmp_path), "finder") == ["3", "3"]
+    assert not list(tmp_path.rglob(".lr_find*"))
 
 
 def test_throughput_monitor_is_warned_of(pool: Pool, rows: str, tmp_path: Path) -> None:

@@ -8,34 +8,36 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pool as pool_module
 import pytest
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from pool import Pool
-from resuming import SaveAt, Story, Trained, check_continues, plain, run, write_rows
+from pool import Pool, PoolEnvironment
+from resuming import SaveAt, Story, Trained, check_continues, plain, run
 
 from lightning_nd import save_pretrained
 from lightning_nd.checkpoint import export, files
-from lightning_nd.checkpoint.manifest import read_manifest
+from lightning_nd.checkpoint.manifest import damage, read_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT: dict[str, Any] = {"max_steps": 6, "enable_checkpointing": True}
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 24)
-
-
 class Signal(SaveAt):
-    """Sends SIGTERM to its own rank in the midst of a step."""
+    """Sends a signal to its own rank in the midst of a step."""
+
+    signal = signal.SIGTERM
 
     def __init__(self, folder: str, rank: int, step: int) -> None:
         super().__init__(folder, ())
@@ -43,7 +45,7 @@ class Signal(SaveAt):
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
         if trainer.global_rank == self.rank and trainer.global_step == self.at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.signal)
 
 
 def preempted(rank: int, world: int, rows: str, folder: str, victim: int, accumulate: int) -> tuple[int, Story]:
@@ -108,16 +110,110 @@ trainer.fit(module, make_data({rows!r}, 2, 1), ckpt_path="last")
 """
 
 
+def environ() -> dict[str, str]:
+    keep = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
+    return {**keep, "PYTHONPATH": os.pathsep.join([str(ROOT), keep.get("PYTHONPATH", "")])}
+
+
 def test_sigterm_to_the_launcher_ends_with_143(rows: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(ROOT / "tests"), rows=rows))
-    keep = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
-    environ = {**keep, "PYTHONPATH": os.pathsep.join([str(ROOT), keep.get("PYTHONPATH", "")])}
     command = [sys.executable, "train.py"]
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 143, ended.stderr[-3000:]
     assert "asked to stop by SIGTERM: saved step" in ended.stderr
     assert read_manifest(tmp_path / "saved" / "preempted.ckpt").step in (3, 4)
     assert "Traceback" not in ended.stderr
+
+
+REQUEUE = """#!/bin/sh
+echo "$@" >> {folder}/scontrol
+"""
+
+
+class Slurm(PoolEnvironment, SLURMEnvironment):
+    """A task of a SLURM job that is to be queued again on SIGUSR1."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        PoolEnvironment.__init__(self, rank, world)
+        self.auto_requeue, self.requeue_signal = True, signal.SIGUSR1
+
+
+class Requeue(Signal):
+    signal = signal.SIGUSR1
+
+
+def requeued(rank: int, world: int, rows: str, folder: str) -> int:
+    os.environ.update(PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="17")
+    kept = pool_module.PoolEnvironment
+    pool_module.PoolEnvironment = Slurm  # type: ignore[misc]
+    stacks = signal.getsignal(signal.SIGUSR1)
+    try:
+        callbacks = [Requeue(f"{folder}/saved", 1, 2)]
+        run(rank, world, rows, folder, {"dp_shard": 2}, trainer=SHORT, callbacks=callbacks)
+    except SIGTERMException as error:
+        return int(error.code or 0)
+    finally:
+        pool_module.PoolEnvironment = kept  # type: ignore[misc]
+        signal.signal(signal.SIGUSR1, stacks)
+    return 0
+
+
+def test_slurms_signal_saves_on_all_ranks_and_queues_the_job_once(pool: Pool, rows: str, tmp_path: Path) -> None:
+    """SLURM sends it to every task or to one; Lightning's handler would save in the midst of a collective."""
+    (tmp_path / "scontrol").write_text("")
+    command = tmp_path / "bin"
+    command.mkdir()
+    (command / "scontrol").write_text(REQUEUE.format(folder=tmp_path))
+    (command / "scontrol").chmod(0o755)
+    assert pool.run(requeued, 2, rows, str(command), timeout=120) == [143, 143]
+    assert read_manifest(command / "saved" / "preempted.ckpt").step == 3
+    assert (tmp_path / "scontrol").read_text() == "requeue 17\n"
+    assert "asked to stop by SLURM (SIGUSR1): saved step 3" in pool.output(0)
+
+
+RESTARTED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import torch
+from lightning.pytorch import Callback, Trainer
+from resuming import SaveAt, Trained, make_data
+from lightning_nd import NDStrategy
+
+class Die(Callback):
+    def on_before_backward(self, trainer, *_):
+        restarted = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if trainer.global_rank == 1 and trainer.global_step == 3 and not restarted:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(7)
+module = Trained()
+trainer = Trainer(accelerator="cpu", devices=2, strategy=NDStrategy(dp_shard=2), max_steps=5, logger=False,
+                  enable_progress_bar=False, enable_model_summary=False, callbacks=[SaveAt("saved", (2,)), Die()],
+                  gradient_clip_val=1.0)
+trainer.fit(module, make_data({rows!r}, 2, 1))
+torch.save(module.story, f"story-{{trainer.global_rank}}.pt")
+"""
+
+
+def test_torchrun_restarts_from_the_last_complete_checkpoint(rows: str, tmp_path: Path) -> None:
+    """A rank is killed; what is said of it, and that the job that torchrun starts anew is the same run."""
+    (tmp_path / "train.py").write_text(RESTARTED.format(tests=str(ROOT / "tests"), rows=rows))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    ended = subprocess.run(
+        [*command, "--monitor-interval=0.5", "train.py"],
+        cwd=tmp_path,
+        env=environ(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert re.search(r"rank 1 on \S+, step 4, backward: its process has ended without a word", ended.stderr)
+    assert "going on from" in ended.stderr
+    after = torch.load(tmp_path / "story-0.pt", weights_only=False)
+    whole = plain(rows, max_steps=5)
+    assert after.rows == whole.rows[2:]
+    assert after.losses == pytest.approx(whole.losses[2:], rel=1e-5)
 
 
 # -- disks ------------------------------------------------------------------------------------------------------------
@@ -159,6 +255,44 @@ def test_a_disk_that_runs_full_costs_no_older_checkpoint(pool: Pool, rows: str, 
         assert "bytes are needed" in said
         assert "are free" in said
     assert [path.name for path in tmp_path.iterdir()] == ["step-2.ckpt"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MB, which is room for two checkpoints."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(disk)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted: {made.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(rank: int, world: int, rows: str, folder: str, options: dict[str, Any]) -> str:
+    try:
+        callbacks = [SaveAt(folder, (2, 3, 4))]
+        run(rank, world, rows, folder, {"dp_shard": 2}, trainer=SHORT, callbacks=callbacks, strategy=options)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+OPTIONS = [{}, {"async_checkpoint": True}, {"save_distributed_checkpoint": False}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["sync", "async", "one-file"])
+def test_a_real_disk_that_runs_full(pool: Pool, rows: str, options: dict[str, Any], small_disk: Path) -> None:
+    for said in pool.run(fill, 2, rows, str(small_disk), options, timeout=120):
+        assert str(small_disk / "step-4.ckpt") in said
+        found = re.search(r"([\d,]+) bytes are needed, ([\d,]+) are free", said)
+        assert found is not None, said
+        needed, free = (int(number.replace(",", "")) for number in found.groups())
+        assert free < needed
+        assert 2_000_000 < needed < 3_000_000
+    assert sorted(path.name for path in small_disk.iterdir()) == ["step-2.ckpt", "step-3.ckpt"]
+    assert not damage(small_disk / "step-2.ckpt")
+    assert not damage(small_disk / "step-3.ckpt")
 
 
 def test_a_target_that_cannot_be_written_is_refused_at_the_start(pool: Pool, rows: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 #: Called with the name of each phase of saving on each rank; tests let a rank die or fail there.
 _phase_hook: Callable[[str], None] | None = None
+_PER_TENSOR = 2048  # bytes: the archive around it, and its entry in the metadata
+_PER_RANK = 65_536  # bytes: random states, manifest, file system
 PHASES = ("staged", "shard", "shards", "meta", "manifest", "replaced", "published")
 
 
@@ -131,12 +133,14 @@ class _Group:
 
 
 def local_bytes(state: Any) -> int:
-    """Bytes of the tensors that this rank would write, before equal ones of other ranks are left out."""
+    """Bytes that the tensors of this rank take in files, before equal ones of other ranks are left out."""
     if isinstance(state, Pieces):
-        return state.nbytes
+        return state.nbytes + _PER_TENSOR
     if isinstance(state, torch.Tensor):
-        return state.numel() * state.element_size()
-    return sum(map(local_bytes, state.values())) if isinstance(state, Mapping) else 0
+        return state.numel() * state.element_size() + _PER_TENSOR
+    if isinstance(state, Mapping):
+        state = state.values()
+    return sum(map(local_bytes, state)) if not isinstance(state, str | bytes) and isinstance(state, Iterable) else 0
 
 
 def check_room(folder: Path, needed: int) -> None:
@@ -183,7 +187,7 @@ def write_folder(
             `target` is still there.
     """
     ranks = _Group(group)
-    needed = sum(ranks.gather(local_bytes(state)))
+    needed = sum(ranks.gather(local_bytes(state) + _PER_RANK))
     token = ranks.gather(uuid.uuid4().hex[:8])[0]
     folder = target.parent / f".{target.name}.writing-{token}"
 
@@ -273,7 +277,7 @@ def write_file(content: dict[str, Any] | None, target: Path, group: dist.Process
         OSError: as `write_folder`.
     """
     ranks = _Group(group)
-    needed = sum(local_bytes(value) for value in (content or {}).values()) if ranks.first else 0
+    needed = local_bytes(content) + _PER_RANK if ranks.first else 0
 
     def write() -> None:
         assert content is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,6 +37,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
     _async_checkpoint = False
     _saver: Saver | None = None
     _asked_to_stop = False
+    _asked_to_be_requeued = False
     _stopping = False
     #: Set before processes start, by `lightning_nd.checkpoint.last.settle`.
     checkpoints_to_try: list[Path]
@@ -51,6 +55,19 @@ class CheckpointedStrategy(ModelParallelStrategy):
 
     def _mark(self, phase: str, *batch: Any, ahead: int = 0) -> None:
         raise NotImplementedError
+
+    @override
+    def _setup_distributed(self) -> None:
+        store = getattr(self._launcher, "store", None)
+        if store is not None and not dist.is_initialized():  # Lightning does not when it is done
+            dist.init_process_group(
+                self._get_process_group_backend(),
+                store=store,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self._timeout,
+            )
+        super()._setup_distributed()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -114,6 +131,9 @@ class CheckpointedStrategy(ModelParallelStrategy):
         # Lightning's handler starts a collective, in which a rank that is in another one would wait for ever.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._ask_to_stop)
+            slurm = self.cluster_environment
+            if isinstance(slurm, SLURMEnvironment) and slurm.auto_requeue and slurm.requeue_signal is not None:
+                signal.signal(slurm.requeue_signal, self._ask_to_be_requeued)
 
     @override
     def on_train_end(self) -> None:
@@ -124,24 +144,27 @@ class CheckpointedStrategy(ModelParallelStrategy):
     def _ask_to_stop(self, *_: Any) -> None:
         self._asked_to_stop = True
 
+    def _ask_to_be_requeued(self, *_: Any) -> None:
+        self._asked_to_stop = self._asked_to_be_requeued = True
+
     def agree_to_go_on(self) -> None:
         """After an optimizer step: all ranks stop together if one was sent SIGTERM, or could not save.
 
         Raises:
             OSError: what a save in the background has met.
         """
-        flags = torch.tensor([int(self._asked_to_stop), int(self.saver.failed())])
+        flags = torch.tensor([int(self._asked_to_stop), int(self.saver.failed()), int(self._asked_to_be_requeued)])
         if self.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.saver.group)
         if flags[1]:
             self.saver.wait()
         if flags[0] and not self._stopping:
             # Lightning looks at this when the batch is done, on every rank of the same one.
-            self._stopping = True
+            self._stopping, self._asked_to_be_requeued = True, bool(flags[2])
             self._trainer()._signal_connector.received_sigterm = True
 
     def save_before_the_end(self, exception: BaseException) -> None:
-        """On SIGTERM: save once, where the Trainer's callbacks save, and end with exit code 143."""
+        """On SIGTERM or SLURM's requeue signal: save once, where the Trainer's callbacks save, and exit with 143."""
         if not isinstance(exception, SIGTERMException) or not self._stopping or self._saver is None:
             return
         self._stopping = False
@@ -161,13 +184,36 @@ class CheckpointedStrategy(ModelParallelStrategy):
         where = (
             f"saved step {trainer.global_step} in {folders[0]}" if folders else "nothing is saved without a callback"
         )
-        rank_zero_info(f"NDStrategy: asked to stop by SIGTERM: {where}.")
+        rank_zero_info(f"NDStrategy: asked to stop by {self._asked_by()}: {where}.")
+        if self._asked_to_be_requeued and folders and self.is_global_zero:
+            requeue(os.environ)
+
+    def _asked_by(self) -> str:
+        if not self._asked_to_be_requeued:
+            return "SIGTERM"
+        return f"SLURM ({self.cluster_environment.requeue_signal.name})"  # type: ignore[union-attr]
 
     @override
     def teardown(self) -> None:
         super().teardown()
         if self._saver is not None:
             self._saver.check()
+
+
+def requeue(environ: Mapping[str, str]) -> None:
+    """Ask SLURM to run this job again; it then goes on from the newest checkpoint, as `SLURM_RESTART_COUNT` says."""
+    job = environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+        problem = done.stderr.strip() if done.returncode else ""
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        rank_zero_warn(f"NDStrategy: job {job} could not be queued again ({problem}): scontrol requeue {job}")
+    else:
+        rank_zero_info(f"NDStrategy: job {job} is queued again.")
 
 
 def _place(tensor: Tensor) -> Any:
