@@ -206,7 +206,6 @@ def with_callback(rank: int, world: int, rows: str, folder: str, make: str) -> s
     callbacks: dict[str, Any] = {
         "swa": lambda: StochasticWeightAveraging(1e-2),
         "ema": lambda: WeightAveraging(),
-        "finder": lambda: LearningRateFinder(num_training_steps=4, update_attr=False),
         "throughput": lambda: ThroughputMonitor(lambda batch: len(batch["input_ids"])),
     }
     callback = callbacks[make]()
@@ -222,8 +221,21 @@ def test_averaging_callbacks_are_refused(pool: Pool, rows: str, name: str, tmp_p
         pool.run(with_callback, 2, rows, str(tmp_path), name)
 
 
-def test_the_learning_rate_finder_leaves_the_run_as_it_was(pool: Pool, rows: str, tmp_path: Path) -> None:
-    assert pool.run(with_callback, 2, rows, str(tmp_path), "finder") == ["3", "3"]
+def searched(rank: int, world: int, rows: str, folder: str) -> tuple[list[float], list[float]]:
+    found = []
+    finder = LearningRateFinder(num_training_steps=4, update_attr=False)
+    for callbacks in ([], [finder]):
+        limits = {"max_steps": 3}
+        found.append(
+            run(rank, world, rows, folder, {"dp_shard": 1, "tp": 2}, trainer=limits, callbacks=callbacks).losses
+        )
+    return found[0], found[1]
+
+
+def test_the_learning_rate_finder_gives_the_weights_back(pool: Pool, rows: str, tmp_path: Path) -> None:
+    for without, after in pool.run(searched, 2, rows, str(tmp_path)):
+        assert len(after) == 4 + len(without)
+        assert after[4] == without[0]  # behind its own four steps
     assert not list(tmp_path.rglob(".lr_find*"))
 
 
