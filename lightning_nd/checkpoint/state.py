@@ -183,6 +183,7 @@ def restore_optimizer(
             made[name] = dict(state)
             for key, value in saved["small"].get(name, {}).items():
                 state[key] = value.clone() if isinstance(value, Tensor) else value
+            optimizer.state.pop(parameter, None)  # what it has gathered since
             if state:
                 optimizer.state[parameter] = state
     return made
