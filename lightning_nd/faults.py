@@ -79,6 +79,11 @@ class Progress:
                 " and a smaller micro_batch_size with a larger accumulate_grad_batches (same result). Then: a shorter"
                 " max_length, more ranks on dp_shard or tp."
             )
+        elif "data is not allocated yet" in str(error):
+            lines.append(
+                "Gradients and weights are DTensors here. For norms use self.trainer.strategy.grad_norm() (Lightning's"
+                " grad_norm reads tensors that have no data of their own), for values tensor.full_tensor()."
+            )
         elif re.search(r"tim(ed|e) ?-?out", str(error), re.IGNORECASE):
             lines += self._who_is_behind()
         return "\n".join(lines)

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_nd.mesh import Meshes
@@ -78,29 +80,44 @@ class SameRows:
 
     def __init__(self, meshes: Meshes, device: torch.device) -> None:
         self._groups = {axis: mesh for axis, mesh in (("tp", meshes.tp), ("cp", meshes.cp)) if mesh.size() > 1}
+        self._data = meshes.data if meshes.data.size() > 1 else None
         self._device = device
         self._left = _CHECKED
 
-    def check(self, batch: Any) -> None:
-        """Compare one batch as it came from the loader; collective over the tp and cp ranks.
+    def check(self, batch: Any, training: bool = False) -> None:
+        """Compare one batch as it came from the loader; collective over the tp and cp ranks, and at first over all.
+
+        Warns if the first batch that is trained on is the same on all data ranks, which are to read different rows.
 
         Raises:
             RuntimeError: on every rank of the group, if they do not hold the same batch.
         """
-        if not self._groups or self._left == 0:
+        if not (self._groups or self._data) or self._left == 0:
             return
         self._left -= 1
         mine = torch.tensor(_digest(batch), device=self._device)
+        if training and self._data is not None:
+            if bool(mine.any()) and self._equal(mine, self._data):
+                rank_zero_warn(
+                    f"NDStrategy: all {self._data.size()} data ranks have read the same rows in the first batch, so each"
+                    " row counts that many times. A loader with an IterableDataset, or with use_distributed_sampler"
+                    "=False, must read its part of the rows: trainer.strategy.distributed_sampler_kwargs has"
+                    " num_replicas and rank."
+                )
+            self._data = None
         for axis, mesh in self._groups.items():
-            bounds = torch.stack([mine, -mine])
-            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group())
-            if not bool((bounds[0] == -bounds[1]).all()):
+            if not self._equal(mine, mesh):
                 raise RuntimeError(
                     f"NDStrategy: ranks that differ only in {axis} have read different rows, and they must read the"
                     " same: they work on one micro-batch together. Does each rank shuffle with a seed of its own, or"
                     " split the data by the global rank? Use trainer.strategy.distributed_sampler_kwargs"
                     " (num_replicas, rank) to split it, and the same seed on all ranks."
                 )
+
+    def _equal(self, mine: Tensor, mesh: DeviceMesh) -> bool:
+        bounds = torch.stack([mine, -mine])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group())
+        return bool((bounds[0] == -bounds[1]).all())
 
 
 def _digest(batch: Any) -> tuple[int, int]:

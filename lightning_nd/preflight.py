@@ -42,7 +42,13 @@ def preflight(
     skeleton = getattr(module, "skeleton", None)
     models: list[nn.Module] = [skeleton()] if callable(skeleton) else roots.find_roots(module, dims.tp)
     for model in models:
-        check_tensor_parallel(model, tp_plan, dims.tp)
+        try:
+            check_tensor_parallel(model, tp_plan, dims.tp)
+        except ValueError as error:
+            if len(models) == 1:
+                raise
+            name = next(name for name, child in module.named_modules() if child is model)
+            raise ValueError(f"{type(module).__name__}.{name}: {error}") from None
         if by_document:
             check_context_parallel(model)
         if roots.is_causal_lm(model):

@@ -33,7 +33,7 @@ from lightning_nd.devices import claim, device_of, one_each
 from lightning_nd.faults import Progress
 from lightning_nd.launch import _REPORTS, InProcess, LocalLauncher, RankFailedError, check_world, is_interactive
 from lightning_nd.loaders import SameRows, split_loader
-from lightning_nd.loss import LossOptions, TokenLedger, install_loss, made
+from lightning_nd.loss import LossOptions, TokenLedger, install_loss, made, read_real_logits
 from lightning_nd.mesh import Degree, Meshes, ParallelDims
 from lightning_nd.parallelize import (
     ActivationCheckpointing,
@@ -287,6 +287,8 @@ class NDStrategy(CheckpointedStrategy):
         check_layout(self.lightning_module, self.dims)
         for root in roots.find_roots(self.lightning_module, self.dims.tp):
             parallelize(root, self)
+            if not roots.is_causal_lm(root):
+                read_real_logits(root)
         for module in self.lightning_module.modules():
             if roots.is_causal_lm(module):
                 roots.check_objective(module, self.dims)
@@ -339,7 +341,8 @@ class NDStrategy(CheckpointedStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Under cp, keep this rank's tokens (on the host, before anything is copied); then move to the device."""
         if self._same_rows is not None:
-            self._same_rows.check(batch)
+            assert self.lightning_module is not None
+            self._same_rows.check(batch, self.lightning_module.trainer.training)
         if self._context is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         moved = super().batch_to_device(self._context.shard(batch), device, dataloader_idx)

@@ -275,3 +275,48 @@ def _adafactor(rank: int, world_size: int) -> None:
 def test_an_optimizer_that_needs_whole_matrices_is_refused(pool: Pool) -> None:
     with pytest.raises(WorkerError, match="Adafactor takes means over the rows and columns of whole matrices"):
         pool.run(_adafactor, 2)
+
+
+class ValueHead(Module):
+    """A second layer that reads the logits of the call that gave the loss."""
+
+    def __init__(self, batches: list[Batch], how: str) -> None:
+        super().__init__(batches, how)
+        self.value = value_head()
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        out = self.model(**batch)
+        logits = out.logits if self.kind == "as they are" else out.logits.float() * 1.0
+        return out.loss + 0.1 * self.value(logits).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def value_head() -> nn.Linear:
+    torch.manual_seed(5)
+    return nn.Linear(256, 1)
+
+
+def _fit_value_head(rank: int, world_size: int, batches: list[Batch], how: str) -> Any:
+    from lightning_nd import NDStrategy
+
+    module = ValueHead(batches, how)
+    fit = tiny_trainer(rank, world_size, NDStrategy(), max_epochs=1, use_distributed_sampler=False)
+    fit.fit(module)
+    return full_weights(module.model), full_weights(module.value)
+
+
+@pytest.mark.parametrize("how", ["as they are", "scaled"])
+def test_a_value_head_reads_the_logits(pool: Pool, how: str) -> None:
+    batches = make_batches(2)
+    model, value = make_model("qwen3"), value_head()
+    optimizer = torch.optim.SGD([*model.parameters(), *value.parameters()], lr=0.1)
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        (nll(model, batch) / supervised(batch) + 0.1 * value(logits).pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    of_model, of_value = pool.run(_fit_value_head, 2, batches, how)[0]
+    assert compare({n: p.detach() for n, p in model.named_parameters()}, of_model)[0][0] <= 1e-5
+    assert compare({n: p.detach() for n, p in value.named_parameters()}, of_value)[0][0] <= 1e-5

@@ -78,6 +78,56 @@ def test_peers_that_read_different_rows_are_stopped(pool: Pool, axis: str) -> No
         pool.run(fit_on_own_rows, 2, {axis: 2})
 
 
+class AllRows(IterableDataset[Batch]):
+    """Every rank reads everything."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter([batch(0), batch(1)])
+
+
+def fit_on_all_rows(rank: int, world_size: int, degrees: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(rank, world_size, Module(make_model("llama")), degrees, AllRows())
+    return [str(w.message) for w in seen]
+
+
+@pytest.mark.parametrize(("degrees", "expected"), [({"dp_shard": 2}, 1), ({"dp_replicate": 2}, 1), ({"tp": 2}, 0)])
+def test_data_ranks_that_read_the_same_rows_are_told(pool: Pool, degrees: dict[str, int], expected: int) -> None:
+    told = [text for text in pool.run(fit_on_all_rows, 2, degrees)[0] if "have read the same rows" in text]
+    assert len(told) == expected
+
+
+def look_for_anomalies(rank: int, world_size: int, degrees: dict[str, Any]) -> None:
+    trainer = tiny_trainer(rank, world_size, NDStrategy(**degrees), max_steps=1, detect_anomaly=True)
+    trainer.fit(Module(make_model("llama")), DataLoader([batch()], batch_size=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_anomalies_can_be_looked_for(pool: Pool, degrees: dict[str, int]) -> None:
+    pool.run(look_for_anomalies, 2, degrees)
+
+
+class LightningsNorm(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        from lightning.pytorch.utilities import grad_norm
+
+        self.log_dict(grad_norm(self, 2))
+
+
+def log_lightnings_norm(rank: int, world_size: int) -> str:
+    trainer = tiny_trainer(rank, world_size, NDStrategy(), max_steps=1)
+    try:
+        trainer.fit(LightningsNorm(make_model("llama")), DataLoader([batch()], batch_size=None))  # type: ignore[arg-type]
+    except RuntimeError as error:
+        return "\n".join(error.__notes__)
+    return "it works"
+
+
+def test_lightnings_own_norm_of_gradients_leads_to_ours(pool: Pool) -> None:
+    assert "self.trainer.strategy.grad_norm()" in pool.run(log_lightnings_norm, 2)[0]
+
+
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from lightning_nd.loss.causal import (
 )
 from lightning_nd.loss.ledger import TokenLedger
 from lightning_nd.loss.options import LossOptions
-from lightning_nd.loss.pending import made
+from lightning_nd.loss.pending import made, read_real_logits
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor, strategy: Any, *, shifted: bool = False) -> Tensor:
@@ -51,6 +51,7 @@ __all__ = [
     "install_loss",
     "made",
     "nll_sum",
+    "read_real_logits",
     "shift_labels",
     "token_nll",
     "token_scores",

@@ -226,6 +226,16 @@ def made(value: Any) -> Any:
     return torch.utils._pytree.tree_map_only(PendingLogits, lambda p: p.make(), value)
 
 
+def read_real_logits(module: nn.Module) -> None:
+    """Hand real logits to a module that is not the model they come from (a value head, say)."""
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return made((args, kwargs))
+
+    # before FSDP2's hook, which takes the arguments apart
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
 def sum_of_products(terms: tuple[Term, ...]) -> Tensor:
     """``Σ xᵢ Wᵢᵀ + b`` as the layers themselves compute it."""
     total: Tensor | None = None

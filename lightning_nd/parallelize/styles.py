@@ -445,6 +445,12 @@ def _map_output(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 def _check_plain(name: str, module: nn.Module, size: int) -> None:
     if hasattr(module, "base_layer"):  # see adapters.py
         return
+    if hasattr(module, "parametrizations"):
+        raise ValueError(
+            f"NDStrategy: tp={size} would split {name!r}, which is parametrized ({', '.join(module.parametrizations)}):"
+            " its weight is computed from others in each forward. Remove the parametrization"
+            " (torch.nn.utils.parametrize.remove_parametrizations), or use tp=1 (dp_shard works)."
+        )
     if not any(True for _ in module.parameters(recurse=False)):
         raise ValueError(
             f"NDStrategy: tp={size} would split {name!r}, but {type(module).__name__} holds no weight itself: it wraps"

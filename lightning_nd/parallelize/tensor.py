@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from lightning_nd.names import class_name
 from lightning_nd.parallelize.assignment import Assignment, assign
@@ -222,6 +222,7 @@ def apply_tensor_parallel(
     Raises:
         ValueError: see `check_tensor_parallel`.
     """
+    _let_anomalies_be_looked_for()
     if mesh.size() == 1:
         return TensorParallelism()
     assignment, rehearsal = _checked(model, tp_plan, mesh.size())
@@ -266,6 +267,16 @@ def apply_tensor_parallel(
     _refuse_outputs(model, whole_sequence=sequence is None)
     log.debug("tensor parallel: %d regions, %d partial gradients", len(regions), len(partial))
     return TensorParallelism(frozenset(partial), sequence, replicated_kv)
+
+
+def _let_anomalies_be_looked_for() -> None:
+    """Teach DTensor what ``detect_anomaly`` asks of every gradient: whether some element is NaN."""
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def whole(*_: Any) -> Any:
+        return [([Replicate()], [Replicate()])]
+
+    register_sharding(torch.ops.aten._is_any_true.default)(whole)
 
 
 def _refuse_outputs(model: nn.Module, whole_sequence: bool) -> None:
