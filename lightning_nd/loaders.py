@@ -99,9 +99,9 @@ class SameRows:
         if training and self._data is not None:
             if bool(mine.any()) and self._equal(mine, self._data):
                 rank_zero_warn(
-                    f"NDStrategy: all {self._data.size()} data ranks have read the same rows in the first batch, so each"
-                    " row counts that many times. A loader with an IterableDataset, or with use_distributed_sampler"
-                    "=False, must read its part of the rows: trainer.strategy.distributed_sampler_kwargs has"
+                    f"NDStrategy: all {self._data.size()} data ranks have read the same rows in the first batch, so"
+                    " each row counts that many times. A loader with an IterableDataset, or with"
+                    " use_distributed_sampler=False, must read its part of the rows: trainer.strategy.distributed_sampler_kwargs has"
                     " num_replicas and rank."
                 )
             self._data = None

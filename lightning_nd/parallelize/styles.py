@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
 from lightning_nd.loss.chunked import VocabularySlice
@@ -445,9 +446,9 @@ def _map_output(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 def _check_plain(name: str, module: nn.Module, size: int) -> None:
     if hasattr(module, "base_layer"):  # see adapters.py
         return
-    if hasattr(module, "parametrizations"):
+    if is_parametrized(module):
         raise ValueError(
-            f"NDStrategy: tp={size} would split {name!r}, which is parametrized ({', '.join(module.parametrizations)}):"
+            f"NDStrategy: tp={size} would split {name!r}, which is parametrized (weight norm, for example):"
             " its weight is computed from others in each forward. Remove the parametrization"
             " (torch.nn.utils.parametrize.remove_parametrizations), or use tp=1 (dp_shard works)."
         )
