@@ -101,8 +101,8 @@ class SameRows:
                 rank_zero_warn(
                     f"NDStrategy: all {self._data.size()} data ranks have read the same rows in the first batch, so"
                     " each row counts that many times. A loader with an IterableDataset, or with"
-                    " use_distributed_sampler=False, must read its part of the rows: trainer.strategy.distributed_sampler_kwargs has"
-                    " num_replicas and rank."
+                    " use_distributed_sampler=False, must read its part of the rows:"
+                    " trainer.strategy.distributed_sampler_kwargs has num_replicas and rank."
                 )
             self._data = None
         for axis, mesh in self._groups.items():
