@@ -104,6 +104,9 @@ class _External:
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         pass
 
+    def node_rank(self) -> int:
+        return 0
+
 
 def test_a_failing_rank_leaves_a_report_with_step_and_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ND_REPORTS", str(tmp_path))
