@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_nd.faults import Progress
 from lightning_nd.launch import LocalLauncher, check_world, process_manager, resolve_devices
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
@@ -113,7 +114,8 @@ def test_a_failing_rank_leaves_a_report_with_step_and_phase(tmp_path: Path, monk
     monkeypatch.setenv("LOCAL_RANK", "3")
 
     told: list[BaseException] = []
-    progress = type("P", (), {"step": 7, "phase": "validation"})
+    progress = Progress(tmp_path, 3)
+    progress.mark("validation", 7)
     strategy = type("S", (), {"on_exception": staticmethod(told.append), "_progress": progress})
     trainer = type("T", (), {"strategy": strategy})
 
