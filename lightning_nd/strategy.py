@@ -30,6 +30,7 @@ from lightning_nd import gradients
 from lightning_nd.checkpoint.saver import Saver
 from lightning_nd.checkpoint.strategy import CheckpointedStrategy
 from lightning_nd.devices import claim, device_of, one_each
+from lightning_nd.dryrun import DryRunLauncher
 from lightning_nd.faults import Progress
 from lightning_nd.launch import _REPORTS, InProcess, LocalLauncher, RankFailedError, check_world, is_interactive
 from lightning_nd.loaders import SameRows, split_loader
@@ -93,6 +94,8 @@ class NDStrategy(CheckpointedStrategy):
         timeout: of every process group, those of the meshes included.
         error_if_nonfinite: stop all ranks before the optimizer step if a gradient is not finite, naming step and
             parameter.
+        dry_run: `Trainer.fit` plays one rank on fake tensors in place of the run, and prints what it would hold and
+            send; no process is started and no weight loaded. See `lightning_nd.dryrun`.
 
     Raises:
         ValueError: for degrees or options that are not allowed; for a number of ranks that does not fit, when the
@@ -124,6 +127,7 @@ class NDStrategy(CheckpointedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         error_if_nonfinite: bool = False,
+        dry_run: bool = False,
     ) -> None:
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -142,6 +146,7 @@ class NDStrategy(CheckpointedStrategy):
         self._cpu_offload = cpu_offload
         self._reshard_after_forward = reshard_after_forward
         self._error_if_nonfinite = error_if_nonfinite
+        self._dry_run = dry_run
         self._async_checkpoint = async_checkpoint
         self.checkpoints_to_try = []
         self._dims: ParallelDims | None = None
@@ -224,7 +229,9 @@ class NDStrategy(CheckpointedStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self.dims.world_size > 1 or self.cluster_environment.creates_processes_externally:
+        if self._dry_run:
+            self._launcher = DryRunLauncher()
+        elif self.dims.world_size > 1 or self.cluster_environment.creates_processes_externally:
             check = partial(preflight, dims=self.dims, tp_plan=self._tp_plan, by_document=self.attends_by_document)
             self._launcher = LocalLauncher(self.cluster_environment, self.num_processes, self.num_nodes, check)
         else:
@@ -234,10 +241,10 @@ class NDStrategy(CheckpointedStrategy):
     def set_world_ranks(self) -> None:
         # Lightning calls this first once the number of ranks is known; nothing has been started or loaded.
         self._dims = check_world(
-            os.environ,
+            {} if self._dry_run else os.environ,
             devices=self.num_processes,
             num_nodes=self.num_nodes,
-            interactive=is_interactive(),
+            interactive=is_interactive() and not self._dry_run,
             **self._degrees,
         )
         super().set_world_ranks()

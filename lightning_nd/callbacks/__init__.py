@@ -1,5 +1,6 @@
-"""Lightning callbacks: throughput, sample completions, scores, metrics, the loss plot and the progress bar."""
+"""Lightning callbacks: throughput, sample completions, scores, metrics, advice, the loss plot and the progress bar."""
 
+from lightning_nd.callbacks.advice import PlanAdvice
 from lightning_nd.callbacks.loss_plot import LossPlot
 from lightning_nd.callbacks.metrics import MetricsLog
 from lightning_nd.callbacks.progress import ProgressBar
@@ -11,6 +12,7 @@ __all__ = [
     "GenerateSamples",
     "LossPlot",
     "MetricsLog",
+    "PlanAdvice",
     "ProgressBar",
     "SampleCompletions",
     "ScoreWriter",

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_nd.callbacks import LossPlot, MetricsLog, ProgressBar, ScoreWriter, Throughput
+from lightning_nd.callbacks import LossPlot, MetricsLog, PlanAdvice, ProgressBar, ScoreWriter, Throughput
 from lightning_nd.checkpoint.last import was_restarted
 from lightning_nd.cli.keys import ConfigError, KeyChecker
 from lightning_nd.cli.messages import explain, shorten
@@ -61,6 +61,7 @@ HINTS = {
     "data": "this is the class; a file of rows goes to data.train",
 }
 # the values of a fresh Trainer that a fine-tuning run wants otherwise; all can be set again
+_DRY_RUN = ("--nd.dry_run=true", "--trainer.accelerator=cpu")  # no GPU needs to be there
 TRAINER_DEFAULTS = {"strategy": "nd", "log_every_n_steps": 1, "use_distributed_sampler": False}
 
 
@@ -112,6 +113,7 @@ class NDCLI(LightningCLI):
     def __init__(self, command: str, args: list[str]) -> None:
         self.command = command
         args = [f"--auto_resume={a.partition('=')[2] or 'true'}" if a.startswith("--auto-resume") else a for a in args]
+        args = [option for a in args for option in (_DRY_RUN if a == "--dry-run" else (a,))]
         self.arguments = args = _files_first(args)
         super().__init__(
             model_class=LightningModule,
@@ -192,7 +194,13 @@ class NDCLI(LightningCLI):
 
     def check_inputs(self) -> None:
         """Refuse input files that do not exist, before anything is built."""
-        self.parser.paths.check(self.config)  # type: ignore[attr-defined]
+        if not self.is_dry:  # which reads no row
+            self.parser.paths.check(self.config)  # type: ignore[attr-defined]
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether one rank is played in place of a run."""
+        return self.config.trainer.strategy == "nd" and bool(self.config.nd.dry_run)
 
     def _check_strategy(self) -> None:
         config = self.config
@@ -212,15 +220,16 @@ class NDCLI(LightningCLI):
             on_gpu = config.trainer.accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
             nodes = config.trainer.num_nodes
             given = config.trainer.devices
+            environ: Any = {} if self.is_dry else os.environ
             self.devices = resolve_devices(
-                os.environ,
+                environ,
                 devices=int(given) if isinstance(given, str) and given.isdigit() else given,
                 num_nodes=nodes,
                 accelerator_devices=torch.cuda.device_count() if on_gpu else None,
                 **degrees,
             )
             if isinstance(self.devices, int) and self.devices > 0:
-                check_world(os.environ, devices=self.devices, num_nodes=nodes, interactive=is_interactive(), **degrees)
+                check_world(environ, devices=self.devices, num_nodes=nodes, interactive=is_interactive(), **degrees)
                 if on_gpu and sees_only_its_own(os.environ):
                     self.devices = 1  # what this process can be told to use
 
@@ -228,7 +237,7 @@ class NDCLI(LightningCLI):
         saved = self.run_dir / "config.yaml"
         # a fit that was refused in set-up has left its configuration only
         is_run = saved.exists() and any(p.name not in ("config.yaml", ".progress") for p in self.run_dir.iterdir())
-        if self.command == "fit" and is_run and not self._may_use_folder():
+        if self.command == "fit" and is_run and not self.is_dry and not self._may_use_folder():
             another = shlex.quote(f"{self.run_dir}-2")
             raise ConfigError(
                 f"{saved.absolute()} exists: this folder holds an earlier run. Give a new folder with"
@@ -277,6 +286,8 @@ class NDCLI(LightningCLI):
         defaults: list[Callback] = []
         if config["logger"]:
             defaults += [Throughput(), LossPlot()]
+        if self.command == "fit":
+            defaults.append(PlanAdvice())
         if self.command == "predict":
             defaults.append(ScoreWriter(str(self.run_dir / "predict" / "scores.jsonl")))
         if config["enable_progress_bar"] is not False:
@@ -340,7 +351,7 @@ def main_command(command: str, args: list[str]) -> int:
 
     cli = NDCLI(command, args)
     cli.run()
-    if cli.trainer.is_global_zero:
+    if cli.trainer.is_global_zero and not cli.is_dry:
         sys.stdout.flush()
         print(closing_words(cli), flush=True)
     return 0

@@ -23,6 +23,7 @@ COMMANDS = {
     "checkpoint": ("lightning_nd.cli.checkpoint:main_command", "list, check and compare checkpoints; loads nothing"),
     "doctor": ("lightning_nd.cli.doctor:main_command", "what is wrong with this machine, and what to do"),
     "plan": ("lightning_nd.cli.plan:main_command", "which layout fits, how fast it is and why; needs no GPU"),
+    "calibrate": ("lightning_nd.cli.calibrate:main_command", "measure this machine's GPU, for plan --gpu-file"),
     "verify": ("lightning_nd.cli.verify:main_command", "compare this layout with one process, number by number"),
 }
 
@@ -73,7 +74,9 @@ _FIT_OPTIONS = """
   --trainer.callbacks+=CLASS add to the list of the file (= replaces it)
   --ckpt_path PATH           resume from a checkpoint; last takes the newest complete one
   --auto-resume              go on from the newest complete checkpoint of the folder, or start if there is none
-  --overwrite true           replace an earlier run in the same folder"""
+  --overwrite true           replace an earlier run in the same folder
+  --dry-run                  play one rank of this layout on fake tensors instead: live memory by phase, bytes by axis,
+                             and what the run would refuse; needs no GPU, no weights and no data, starts no process"""
 _EVALUATION_OPTIONS = """
   --ckpt_path PATH           evaluate a checkpoint"""
 

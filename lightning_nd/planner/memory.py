@@ -53,7 +53,12 @@ class Memory:
     @property
     def reserved(self) -> float:
         """Bytes that the device is short of, fragments and context included."""
-        return FRAGMENTS * self.live + CONTEXT * GIB
+        return reserved(self.live)
+
+
+def reserved(live: float) -> float:
+    """Bytes that a device is short of where so many are in tensors."""
+    return FRAGMENTS * live + CONTEXT * GIB
 
 
 def memory(model: ModelFacts, setting: Setting, work: Work) -> Memory:

@@ -7,10 +7,10 @@ from typing import Any
 
 from lightning_nd.planner.hardware import GIB, Cluster
 from lightning_nd.planner.layout import Setting, Work
-from lightning_nd.planner.memory import CATEGORIES
+from lightning_nd.planner.memory import CATEGORIES, reserved
 from lightning_nd.planner.model import ModelFacts
+from lightning_nd.planner.play import Simulation
 from lightning_nd.planner.search import Candidate, Plan
-from lightning_nd.planner.simulate import Simulation
 
 _WIDTH = 118
 
@@ -102,18 +102,55 @@ def verified(candidate: Candidate, simulation: Simulation) -> str:
     """What one simulated rank held and sent, beside what the plan says."""
     closed = candidate.memory.live
     lines = [
-        f"Simulated one rank of {candidate.setting.dims.world_size} on fake tensors ({simulation.layers} blocks played,"
-        f" {simulation.seconds:.0f} s):",
-        *bars([(name, size / GIB, f"{size / GIB:8.2f} GiB") for name, size in simulation.peaks.items()]),
+        f"Simulated one rank of {candidate.setting.dims.world_size} on fake tensors ({_played(simulation)}):",
+        *_phases(simulation),
         f"  {'peak':16}{simulation.peak / GIB:8.2f} GiB; the plan says {closed / GIB:.2f}"
         f" ({100 * (closed / simulation.peak - 1):+.1f}%)",
         "",
-        "Collectives of a step, and the bytes of their whole messages:",
+        *_traffic(simulation),
     ]
+    return "\n".join(lines)
+
+
+def dry_run_report(simulation: Simulation, trainer: Any) -> str:
+    """What a rank of a fit would hold and send."""
+    dims, accumulate = trainer.strategy.dims, trainer.accumulate_grad_batches
+    sizes = simulation.sizes
+    share = "" if sizes["trained"] == sizes["parameters"] else f", {sizes['trained']:,.0f} of them trained"
+    lines = [
+        f"Dry run of one rank of {dims.world_size} ({dims}) on fake tensors: {_played(simulation)}.",
+        f"{sizes['parameters']:,.0f} parameters{share}; this rank holds {sizes['local']:,.0f}.",
+        (f"A micro-batch is {simulation.tokens:,} tokens on this rank" if simulation.tokens else "One batch is played")
+        + (f", {accumulate} of them a step." if accumulate > 1 else "."),
+        "",
+        "Live memory of one rank, counted as on a GPU; the largest of each phase:",
+        *_phases(simulation),
+        f"  {'peak':16}{simulation.peak / GIB:8.2f} GiB live; about"
+        f" {reserved(simulation.peak) / GIB:.1f} GiB with the allocator's fragments, CUDA and NCCL",
+        "",
+        *_traffic(simulation),
+        "",
+        "No error was met. Not seen: values, time, data files, kernels that only a GPU has.",
+    ]
+    return "\n".join(lines)
+
+
+def _played(simulation: Simulation) -> str:
+    part = f"{simulation.layers} of {simulation.depth} blocks played, the others extrapolated"
+    what = part if simulation.layers < simulation.depth else "every block played"
+    return f"{what}, {simulation.seconds:.0f} s"
+
+
+def _phases(simulation: Simulation) -> list[str]:
+    return bars([(name, size / GIB, f"{size / GIB:8.2f} GiB") for name, size in simulation.peaks.items()])
+
+
+def _traffic(simulation: Simulation) -> list[str]:
+    lines = ["Collectives of a step, and the bytes of their whole messages:"]
     for key, (calls, size) in sorted(simulation.traffic.items(), key=lambda item: -item[1][1]):
         axis, _, kind = key.partition(" ")
         lines.append(f"  {axis:14}{kind:16}{calls:8,.0f}  {size / GIB:10.3f} GiB")
-    return "\n".join(lines)
+    return lines if len(lines) > 1 else ["No collectives."]
 
 
 def batch_lines(setting: Setting, work: Work) -> list[str]:

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_nd.planner.patches import resizes
+
 
 class LiveStorages(TorchDispatchMode):
     """Bytes of all storages that dispatched operations have made and nobody has freed.
@@ -33,7 +35,7 @@ class LiveStorages(TorchDispatchMode):
         self._fake = fake
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._made: dict[str, int] = defaultdict(int)
-        self._resize: Any = None
+        self._resizes: Any = None
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were there before."""
@@ -67,22 +69,18 @@ class LiveStorages(TorchDispatchMode):
             self.peak_made[self.phase] = dict(self._made)
 
     def __enter__(self) -> Any:
-        self._resize = torch.UntypedStorage.resize_
-        tracker = self
-
-        def resize_(storage: Any, size: int) -> Any:  # FSDP2 frees and takes back its buffers so
-            result = tracker._resize(storage, size)
-            if (record := tracker._known.get(storage)) is not None:
-                tracker._change(record, storage.nbytes())
-                tracker._note()
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        self._resizes = resizes(self._resized)
+        self._resizes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._resizes.__exit__(*error)
         super().__exit__(*error)
+
+    def _resized(self, storage: Any) -> None:
+        if (record := self._known.get(storage)) is not None:
+            self._change(record, storage.nbytes())
+            self._note()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,11 +97,18 @@ class LiveStorages(TorchDispatchMode):
 
 
 class Traffic(TorchDispatchMode):
-    """Collectives by axis and kind: how many, and the bytes of their whole messages on one rank."""
+    """Collectives by axis and kind: how many, and the bytes of their whole messages on one rank.
+
+    Attributes:
+        axes: by name of a group.
+        times: that what is played now counts.
+        found: calls and bytes by axis and kind.
+    """
 
     def __init__(self, axes: dict[str, str]) -> None:
         super().__init__()
         self.axes = axes
+        self.times = 1
         self.found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
 
     def __torch_dispatch__(
@@ -117,8 +122,8 @@ class Traffic(TorchDispatchMode):
             group = next((axis for axis in map(self._axis, _flat(args)) if axis is not None), "world")
             message = max((_size(t) for t in (*_tensors(args), *_tensors(out))), default=0)
             entry = self.found[group, name.strip("_").removesuffix("_base").removesuffix("_tensor")]
-            entry[0] += 1
-            entry[1] += message
+            entry[0] += self.times
+            entry[1] += self.times * message
         return out
 
     def _axis(self, argument: Any) -> str | None:
