@@ -89,7 +89,8 @@ def test_a_rank_of_the_recipe_takes_a_step(recipe: Path, tmp_path: Path, monkeyp
         ["--config", str(recipe), "--model.model", str(tmp_path / "model"), "--trainer.accelerator", "cpu"],
     )
     data, trainer = given["data"]["init_args"], given["trainer"]
-    seen = dry_run(cli.trainer, cli.model, cli.datamodule)
+    cli.trainer.accumulate_grad_batches = 1
+    seen = dry_run(cli.trainer, cli.model, cli.datamodule, steps=1)
     ranks = trainer["devices"] * trainer.get("num_nodes", 1)
     dims = cli.trainer.strategy.dims  # type: ignore[attr-defined]
     assert dims.world_size == ranks

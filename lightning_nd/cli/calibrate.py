@@ -49,6 +49,7 @@ def main_command(command: str, args: list[str]) -> int:
     found = calibrate(torch.device(kind, 0) if kind == "cuda" else torch.device(kind), quick=given.quick)
     base = known_as(found.name, found.memory_gib) if kind == "cuda" else None
     entry = given.name or (base.name if base is not None else f"this-{'gpu' if kind == 'cuda' else kind}")
+    attention = None if base is None else base.bf16_tflops * base.attention_share
     rows: list[tuple[str, float, float | None, str]] = [
         ("matrix products", found.matmul_tflops, None if base is None else base.matmul_tflops, "TFLOP/s bf16"),
         (

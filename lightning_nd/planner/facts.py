@@ -63,6 +63,7 @@ def facts_of(model: PreTrainedModel, name: str, tp_plan: Any = "auto") -> ModelF
                 record.saved(),
                 record.kept(),
                 record.traffic(),
+                _per_token([record.widest]),
                 record.kernels,
                 _routed(config) if _experts(block) else 0,
             )
@@ -165,6 +166,7 @@ class _Record:
     products: list[tuple[int, str]] = field(default_factory=list)
     moved: Counter[str] = field(default_factory=Counter)
     kernels: int = 0
+    widest: tuple[int, str] = (0, "split")
 
     def saved(self) -> PerToken:
         return _per_token(self.tensors.values())
@@ -238,8 +240,8 @@ class _Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         ours = storage._cdata not in self.weights and storage._cdata not in self.outside
         if self.current is not None and ours and tensor.numel() % TOKENS == 0:
-            size = min(storage.nbytes(), tensor.numel() * tensor.element_size())
-            if tensor.numel():
+            size = storage.nbytes()  # a part that is kept (values of packed projections) keeps the whole
+            if tensor.numel() and size % TOKENS == 0:
                 known = self.current.tensors.get(storage._cdata, (0, ""))
                 self.current.tensors[storage._cdata] = (max(size, known[0]), known[1] or self.where(tensor))
         self.held.append(tensor)
@@ -260,6 +262,9 @@ class _Recorder(TorchDispatchMode):
                 inputs = [t for t in args if isinstance(t, Tensor)]
                 size = sum(t.numel() * t.element_size() for t in (*inputs, *tensors))
                 self.current.moved[self.where(tensors[0])] += size
+                if name == "mul" and len(inputs) == 2 and inputs[0].numel() == inputs[1].numel():
+                    made = (tensors[0].numel() * tensors[0].element_size(), self.where(tensors[0]))
+                    self.current.widest = max(self.current.widest, made)
             self.held += tensors
         else:
             made = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]

@@ -95,8 +95,8 @@ class Setting:
         return f"dp {d.dp_replicate}×{d.dp_shard} cp {d.cp} tp {d.tp}, batch {batch}, checkpointing {checkpointing}"
 
 
-def recomputed(checkpointing: Checkpointing, count: int) -> float:
-    """How many of ``count`` blocks are recomputed whole."""
+def recomputed(checkpointing: Checkpointing, count: int, layers: int) -> float:
+    """How many of ``count`` blocks of a kind are recomputed whole, in a model of ``layers``."""
     if checkpointing == "full":
         return count
-    return 0 if isinstance(checkpointing, str) else -(-count // checkpointing)
+    return 0 if isinstance(checkpointing, str) else -(-layers // checkpointing) * count / layers

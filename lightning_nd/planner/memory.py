@@ -104,12 +104,35 @@ class _Rank:
         if self.setting.checkpointing == "selective":
             kept = block.kept.on(self.tp, self.work.sequence_parallel) * self.tokens
             return block.count * (kept + self.stream)
-        again = recomputed(self.setting.checkpointing, block.count)
+        again = recomputed(self.setting.checkpointing, block.count, self.model.layers)
         return again * self.stream + (block.count - again) * each
 
     def full(self, block: Block) -> float:
         """Kept of one block that is not checkpointed."""
-        return block.saved.on(self.tp, self.work.sequence_parallel) * self.tokens
+        return block.saved.on(self.tp, self.work.sequence_parallel) * self.tokens + self.masked(block)
+
+    def is_masked(self, block: Block) -> bool:
+        """Whether torch's attention needs a mask: for a window, where the strategy's own (cp) does not run."""
+        return self.setting.dims.cp == 1 and any(
+            call.window is not None and call.window < self.work.length for call in block.attention
+        )
+
+    def masked(self, block: Block) -> float:
+        """What a mask adds to a block: a copy of it in the dtype of compute, and keys and values for every head."""
+        if not self.is_masked(block):
+            return 0.0
+        more = sum((c.heads - c.kv_heads) * (c.head_dim + c.value_dim) for c in block.attention) / self.tp
+        return self.work.compute_bytes * (self.pairs + more * self.tokens)
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of tokens of a micro-batch's rows, which a mask has an element for."""
+        return self.setting.micro_batch * float(self.work.length) ** 2
+
+    @property
+    def mask(self) -> float:
+        """The mask that the blocks share, a byte a pair."""
+        return self.pairs if any(map(self.is_masked, self.model.blocks)) else 0.0
 
 
 def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[str, dict[str, float]]]:
@@ -123,7 +146,7 @@ def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[
     }
     gradient = work.weight_bytes * trainable / shards
     unreduced = 4 * trainable if setting.accumulation > 1 else 0.0  # FSDP2 keeps them whole, in the dtype of reduction
-    saved = sum(rank.saved(block) for block in model.blocks)
+    saved = sum(rank.saved(block) for block in model.blocks) + rank.mask
     largest = max(model.blocks, key=lambda block: block.parameters.on(tp))
     heaviest = max(model.blocks, key=rank.full)
     unit, trained = largest.parameters.on(tp), largest.trainable.on(tp)
@@ -158,7 +181,9 @@ def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[
     logits_forward, logits_backward, grads = _loss(model, rank, head)
     # the head's parameters: gathered, and the buffer that they came in
     gather = rank.gathered(head) + (rank.gathered(unit if model.is_tied else head) if is_split else 0.0)
-    yield "loss forward", moment(activations=saved + final + rotary, loss=logits_forward, communication=held + gather)
+    # the head's input is there twice: a row's last token has no target, so the others are gathered
+    gathered = saved + final + rank.whole_stream + rotary
+    yield "loss forward", moment(activations=gathered, loss=logits_forward, communication=held + gather)
     yield (
         "loss backward",
         moment(
@@ -192,7 +217,8 @@ def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[
             ),
         )
     # the last block's backward: all activations are there, and few gradients
-    temporary = 2 * rank.stream + 0.25 * rank.full(heaviest)
+    # where the gated product goes back, its gradient and those of both factors are there, and itself is gone
+    temporary = 2 * rank.stream + 2 * heaviest.gated.on(tp, work.sequence_parallel) * tokens
     product = rank.gathered(max(0.0, trained) / 3)
     before = 4 * head if trains_head and not model.is_tied else 0.0
     pending = width * head if trains_head and model.is_tied else 0.0  # a tied head's gradient waits for the embedding's
@@ -213,7 +239,7 @@ def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[
     yield (
         "last block's backward",
         moment(
-            activations=rank.full(heaviest) + temporary + rotary,
+            activations=rank.full(heaviest) + rank.mask + temporary + rotary,
             communication=rank.gathered(unit) + table + 4 * trained,
             gradients=unreduced
             + product
@@ -249,4 +275,6 @@ def _loss(model: ModelFacts, rank: _Rank, head: float) -> tuple[float, float, fl
     waiting = width * model.hidden * tokens
     chunks = (2 * width + 4) * chunk * vocabulary
     weights = 4 * head if trains else 0.0
-    return chunks + waiting + weights, waiting + (width * head if trains else 0.0), weights * 0.0
+    # at the end the weight's gradient is there in float32 and in the weight's dtype
+    chunks = max(chunks, width * head if trains else 0.0)
+    return chunks + waiting + weights, waiting + (width * head if trains else 0.0), 0.0

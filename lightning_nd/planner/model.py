@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class Block:
         saved: kept for the backward pass without checkpointing.
         kept: what selective checkpointing keeps, beside the block's input.
         traffic: bytes read and written forward by all that is no matrix product and no attention.
+        gated: the widest product of two activations, which an MLP makes of its gate and its values.
         kernels: operations launched forward.
         routed: experts that a token goes to; 0 in a dense block.
     """
@@ -119,6 +120,7 @@ class Block:
     saved: PerToken
     kept: PerToken
     traffic: PerToken
+    gated: PerToken = field(default_factory=PerToken)
     kernels: int = 40
     routed: int = 0
 

@@ -164,7 +164,7 @@ def step_time(
     width = work.compute_bytes
     for block in model.blocks:
         forward, backward = _block(model, block, setting, work, cluster, k, fp8)
-        again = recomputed(setting.checkpointing, block.count) / block.count
+        again = recomputed(setting.checkpointing, block.count, model.layers) / block.count
         if setting.checkpointing == "selective":
             again_time = 0.5 * forward.matmul + forward.elementwise + forward.tp
         else:
