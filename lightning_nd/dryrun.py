@@ -135,9 +135,9 @@ def _steps(
     module.log = module.log_dict = lambda *args, **kwargs: None
     strategy._lightning_module = strategy.model = module
     if which:
-        preflight(trainer, None, strategy.dims, strategy._tp_plan)
+        preflight(trainer, None, strategy.dims, strategy._tp_plan, by_document=strategy.attends_by_document)
     batch, packed = _batch(trainer, module, data)
-    packed &= strategy.dims.cp == 1  # under cp no mask is made
+    packed &= not strategy.attends_by_document  # which makes no mask
     strategy._timeout, strategy._compile = None, False
     strategy.accelerator = CPUAccelerator()
     strategy._parallel_devices = [strategy.accelerator.get_parallel_devices(1)[0]] * strategy.num_processes
@@ -205,7 +205,7 @@ def _prepare(strategy: Any, module: Any, fake: Any) -> Any:
             if roots.is_causal_lm(model):
                 roots.check_objective(model, strategy.dims)
                 group = strategy.meshes.loss.get_group()
-                install_loss(model, strategy.ledger, group, sharded=strategy.dims.cp > 1, options=strategy.loss)
+                install_loss(model, strategy.ledger, group, sharded=strategy.attends_by_document, options=strategy.loss)
         optimizers, *_ = _configure_optimizers(module.configure_optimizers())
         roots.check_optimizers(module, optimizers)
     if len(optimizers) != 1:

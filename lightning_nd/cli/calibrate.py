@@ -52,12 +52,7 @@ def main_command(command: str, args: list[str]) -> int:
     attention = None if base is None else base.bf16_tflops * base.attention_share
     rows: list[tuple[str, float, float | None, str]] = [
         ("matrix products", found.matmul_tflops, None if base is None else base.matmul_tflops, "TFLOP/s bf16"),
-        (
-            "attention",
-            found.attention_tflops,
-            None if base is None else base.bf16_tflops * base.attention_share,
-            "TFLOP/s forward",
-        ),
+        ("attention", found.attention_tflops, attention, "TFLOP/s forward"),
         ("memory", found.hbm_gbs, None if base is None else base.hbm_gbs, "GB/s read and written"),
     ]
     if found.link_gbs is not None:
