@@ -1,10 +1,11 @@
 """The planner's closed form for memory against one simulated rank: peak live bytes of a step.
 
     python benchmarks/planner_memory.py            # both lists, a few minutes on one core
-    python benchmarks/planner_memory.py --only held-out
+    python benchmarks/planner_memory.py --only unseen
 
-The formulas were written while looking at the first list only: other families and other layouts stand in the second.
-Layouts are dealt to the lists by a fixed seed.
+The formulas were written while looking at the first list, and corrected while looking at the second, which has other
+families and other layouts. Nobody looked at the third before the formulas were as they are: its families stand in
+neither of the others, and its layouts are drawn by a fixed seed. The goal is for that one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": _BIG
     | {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 32,
        "vocab_size": 32064, "tie_word_embeddings": False, "pad_token_id": 0},
+    "qwen2": _BIG
+    | {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+       "vocab_size": 152064, "tie_word_embeddings": False},
+    "granite": _BIG
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
+       "vocab_size": 49152, "tie_word_embeddings": True},
+    "gpt_neox": _BIG
+    | {"hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 64, "vocab_size": 50432,
+       "tie_word_embeddings": False},
+    "mixtral": _BIG
+    | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+       "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
+UNSEEN = ("qwen2", "granite", "gpt_neox", "mixtral")
 WRITTEN_WITH, HELD_OUT = ("llama", "qwen3"), ("mistral", "gemma3_text", "olmo2", "phi3")
 
 
@@ -78,7 +92,9 @@ SETTINGS: list[tuple[Setting, int]] = [
 
 
 def cases(which: str) -> list[tuple[str, Setting, Work]]:
-    """Every second setting of a list shuffled by a fixed seed, dealt round the families."""
+    """Every second setting of a list shuffled by a fixed seed, dealt round the families; or settings drawn."""
+    if which == "unseen":
+        return _drawn(12)
     dealt = list(SETTINGS)
     random.Random(0).shuffle(dealt)
     families, part = (WRITTEN_WITH, dealt[::2]) if which == "written-with" else (HELD_OUT, dealt[1::2])
@@ -87,14 +103,25 @@ def cases(which: str) -> list[tuple[str, Setting, Work]]:
     return [(family, setting, Work(length)) for family, setting, length in made]
 
 
+def _drawn(count: int) -> list[tuple[str, Setting, Work]]:
+    draw = random.Random(1)
+    made = []
+    for i in range(count):
+        tp, cp, checkpointing = draw.choice((1, 1, 2, 4)), draw.choice((1, 1, 2)), draw.choice(("none", "full", 2))
+        more = {"micro_batch": draw.choice((1, 2)), "accumulation": draw.choice((1, 1, 2))}
+        setting = _setting(draw.choice((8, 16, 64)), tp, cp, draw.choice((1, 4)), checkpointing=checkpointing, **more)
+        made.append((UNSEEN[i % len(UNSEEN)], setting, Work(draw.choice((4096, 8192, 16384)))))
+    return made
+
+
 def main() -> int:
-    """Print every case and both summaries; 1 if the held-out mean is above 2% or a case above 8%."""
+    """Print every case and all summaries; 1 if the unseen mean is above 2% or a case above 8%."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("written-with", "held-out"))
+    parser.add_argument("--only", choices=("written-with", "held-out", "unseen"))
     parser.add_argument("--keep", type=Path, help="append every simulation to this file")
     given = parser.parse_args()
     failed = False
-    for which in (given.only,) if given.only else ("written-with", "held-out"):
+    for which in (given.only,) if given.only else ("written-with", "held-out", "unseen"):
         found = []
         for family, setting, work in cases(which):
             config = AutoConfig.for_model(family, **FAMILIES[family])
@@ -116,7 +143,7 @@ def main() -> int:
         print(
             f"{which}: mean {100 * statistics.mean(found):.2f}%, largest {100 * max(found):.2f}%, {len(found)} cases\n"
         )
-        failed |= which == "held-out" and (statistics.mean(found) > 0.02 or max(found) > 0.08)
+        failed |= which == "unseen" and (statistics.mean(found) > 0.02 or max(found) > 0.08)
     return int(failed)
 
 
