@@ -91,7 +91,7 @@ def dry_run(
     """
     given = (trainer, module, data, loaders, rank, steps)
     config = getattr(module, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else None
     if getattr(text, "num_hidden_layers", 99) <= 4:  # nothing to leave out
         return in_children([(_play, (*given, 1))])[0]
     more, few = in_children([(_play, (*given, 1)), (_play, (*given, 0))])

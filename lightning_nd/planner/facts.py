@@ -263,8 +263,8 @@ class _Recorder(TorchDispatchMode):
                 size = sum(t.numel() * t.element_size() for t in (*inputs, *tensors))
                 self.current.moved[self.where(tensors[0])] += size
                 if name == "mul" and len(inputs) == 2 and inputs[0].numel() == inputs[1].numel():
-                    made = (tensors[0].numel() * tensors[0].element_size(), self.where(tensors[0]))
-                    self.current.widest = max(self.current.widest, made)
+                    product = (tensors[0].numel() * tensors[0].element_size(), self.where(tensors[0]))
+                    self.current.widest = max(self.current.widest, product)
             self.held += tensors
         else:
             made = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
