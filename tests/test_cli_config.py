@@ -10,7 +10,7 @@ import yaml
 
 from lightning_nd.cli.app import NDCLI
 from lightning_nd.cli.keys import ConfigError
-from lightning_nd.cli.main import main
+from lightning_nd.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = "model: {init_args: {model: gpt2}}\ndata: {init_args: {train: rows.jsonl}}\n"
@@ -284,12 +284,14 @@ def test_recipes_parse(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_help_is_short_and_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert main(["fit", "--help"]) == 0
-    assert main(["verify", "--help"]) == 0
-    assert main(["plan", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(command in out for command in ("fit", "validate", "test", "predict", "plan", "verify", "--full"))
-    assert len(out.splitlines()) < 110
+    assert all(f"\n  {command} " in out for command in COMMANDS)
+    for command in COMMANDS:
+        assert main([command, "--help"]) == 0
+        page = capsys.readouterr().out
+        assert f"lightning-nd {command}" in page
+        assert len(page.splitlines()) < 50
+        assert max(map(len, page.splitlines())) <= 120
     assert main(["fitt"]) == 2
     assert "did you mean 'fit'?" in capsys.readouterr().err
 
@@ -338,6 +340,14 @@ def test_plan_draws_the_attention_of_a_pack(tmp_path: Path, capsys: pytest.Captu
         pairs = [float(line.split()[1]) for line in out.splitlines()[2:6]]
         assert sum(pairs) == pytest.approx(23.66, abs=0.03)
         assert "zigzag would cost" in out
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "run")
+    recipe = str(Path(__file__).parents[1] / "recipes" / "quickstart.yaml")
+    assert main(["fit", "--config", recipe, "--trainer.default_root_dir", folder]) == 2
+    assert f"--trainer.default_root_dir {folder}: the folder cannot be made" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,15 @@ class NDCLI(LightningCLI):
                 f"{saved.absolute()} exists: this folder holds an earlier run. Give a new folder with"
                 f" --trainer.default_root_dir {another}, or replace the run with --overwrite true."
             )
+        if self.is_dry:
+            return
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--trainer.default_root_dir {self.run_dir}: the folder cannot be made ({error.strerror}). Give one"
+                " that this user can write to."
+            ) from None
 
     def _may_use_folder(self) -> bool:
         return self.config.overwrite or self.config.ckpt_path or self.config.auto_resume or was_restarted()
