@@ -59,8 +59,9 @@ class ParallelDims:
         autos = [axis for axis, degree in given.items() if degree == "auto"]
         if len(autos) > 1:
             raise ValueError(
-                f"ParallelDims: only one degree can be 'auto', got {' and '.join(autos)} ({picture})."
-                " Give a number to all but one of them."
+                f"ParallelDims: only one degree can be 'auto', got {' and '.join(autos)} ({picture} for {world_size}"
+                f" rank{'s' if world_size > 1 else ''}). Give a number to all but one of them. Allowed:"
+                f" {_divisors(world_size)}."
             )
         fixed = math.prod(degree for degree in given.values() if degree != "auto")
         if world_size % fixed or (not autos and fixed != world_size):

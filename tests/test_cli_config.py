@@ -367,3 +367,12 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.Cap
 def test_plan_refuses_with_a_reason(args: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *args.split()]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_callback_with_an_enum_for_a_default_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipe.yaml").write_text(BASE)
+    Path("timer.yaml").write_text("trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.Timer}]}\n")
+    append = ("--trainer.callbacks+=lightning.pytorch.callbacks.ModelSummary",)
+    out = printed(capsys, "--config", "recipe.yaml", "--config", "timer.yaml", *append)
+    assert "interval: step" in out
+    assert "ModelSummary" in out

@@ -47,7 +47,7 @@ def test_auto_takes_what_the_others_leave(replicate: int, shard: int, cp: int, t
         (
             2,
             {"dp_shard": "auto", "dp_replicate": "auto"},
-            ["only one degree can be 'auto'", "dp_replicate and dp_shard"],
+            ["only one degree can be 'auto'", "dp_replicate and dp_shard", "2 ranks", "(1, 2)"],
         ),
     ],
 )

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.enums import LightningEnum
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -38,6 +39,9 @@ from lightning_nd.recipes.optim import (
     configure_optimizers,
 )
 from lightning_nd.strategy import NDStrategy
+
+# Some arguments of Lightning's callbacks (Timer's interval) have such defaults, and configurations are saved.
+yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(str(value.value)))
 
 MODEL = "lightning_nd.recipes.CausalLM"
 DATA = "lightning_nd.data.ChatDataModule"
