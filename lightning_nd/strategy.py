@@ -377,6 +377,8 @@ class NDStrategy(CheckpointedStrategy):
     @override
     def on_validation_start(self) -> None:
         self._mark("validation")
+        if self._trainer().state.fn != TrainerFn.FITTING or self._trainer().sanity_checking:
+            self.end_on_sigterm()
 
     @override
     def on_validation_end(self) -> None:

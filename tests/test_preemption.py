@@ -125,6 +125,43 @@ def test_sigterm_to_the_launcher_ends_with_143(rows: str, tmp_path: Path) -> Non
     assert "Traceback" not in ended.stderr
 
 
+EVALUATION = """
+import os, signal, sys, threading, time
+sys.path.insert(0, {tests!r})
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from families import make_model
+from reference import make_batches
+from lightning_nd import NDStrategy
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = make_model("llama")
+
+    def step(self, batch, index):
+        if self.global_rank == 0:
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            time.sleep(60)  # rank 0 waits for us in a collective
+        self.model(**batch)
+
+    validation_step = test_step = predict_step = step
+
+trainer = Trainer(accelerator="cpu", devices=2, strategy=NDStrategy(dp_shard=2), logger=False,
+                  enable_progress_bar=False, enable_model_summary=False)
+getattr(trainer, {what!r})(Module(), torch.utils.data.DataLoader(make_batches(4), batch_size=None))
+"""
+
+
+@pytest.mark.parametrize("what", ["validate", "predict"])
+def test_sigterm_ends_an_evaluation_at_once(tmp_path: Path, what: str) -> None:
+    (tmp_path / "evaluate.py").write_text(EVALUATION.format(tests=str(ROOT / "tests"), what=what))
+    command = [sys.executable, "evaluate.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=50)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr[-3000:]
+
+
 REQUEUE = """#!/bin/sh
 echo "$@" >> {folder}/scontrol
 """

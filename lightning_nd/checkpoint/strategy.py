@@ -135,6 +135,19 @@ class CheckpointedStrategy(ModelParallelStrategy):
             if isinstance(slurm, SLURMEnvironment) and slurm.auto_requeue and slurm.requeue_signal is not None:
                 signal.signal(slurm.requeue_signal, self._ask_to_be_requeued)
 
+    def end_on_sigterm(self) -> None:
+        """Where nothing is trained, nothing is saved: the signal ends the process, wherever it waits."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    @override
+    def on_test_start(self) -> None:
+        self.end_on_sigterm()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.end_on_sigterm()
+
     @override
     def on_train_end(self) -> None:
         self._mark("saving")
