@@ -16,10 +16,7 @@ class MetricsLog(CSVLogger):
 
     Lightning's deletes the file of an earlier run in the same folder. Here a run that goes on from step n keeps the
     rows of the steps before n, and drops those that the interrupted run had written after its last checkpoint. A run
-    that starts from the beginning starts a new file.
-
-    Args:
-        save_dir, name, version, prefix, flush_logs_every_n_steps: as in `CSVLogger`.
+    that starts from the beginning starts a new file. Arguments are those of `CSVLogger`.
     """
 
     @property
