@@ -153,7 +153,7 @@ def freeze(model: Any) -> None:
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "packed-experts": {"family": "mixtral"},
+    "packed-experts": {"family": "mixtral", "num_local_experts": 3},  # split along a later dim
     "tied": {"family": "gemma3"},
     "lora": {"prepare": lora},
     "half-frozen": {"prepare": freeze},

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from lightning_nd.checkpoint import from_config, load_pretrained, materialize, save_pretrained
 from lightning_nd.checkpoint.shards import gather_full, local_box
 from lightning_nd.mesh import ParallelDims
-from lightning_nd.parallelize.blocks import block_list
+from lightning_nd.parallelize.data import ShardingOptions, apply_fully_shard
 from lightning_nd.parallelize.tensor import apply_tensor_parallel
 
 Layout = tuple[int, int, int]
@@ -42,20 +42,18 @@ CASES: list[tuple[str, dict[str, Any], list[Layout]]] = [
     ("phi3", {}, MIXED),
     ("gpt_neox", {}, MIXED),
     ("mixtral", {}, [(1, 4, 1)]),
-    ("qwen3_moe", {"num_experts": 3}, ALL),
+    ("qwen3_moe", {"num_experts": 3}, ALL),  # which FSDP2 would pad: a later dim is split
     ("gpt_oss", {}, MIXED),
 ]
 
 
 def shard(model: PreTrainedModel, layout: Layout) -> None:
-    """Tensor parallelism, then FSDP2 per block and for the rest, as `parallelize` does."""
+    """Tensor parallelism, then FSDP2, as `parallelize` does."""
     dp_replicate, dp_shard, tp = layout
     meshes = ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp).build_meshes("cpu")
     apply_tensor_parallel(model, meshes.tp)
     if dp_replicate * dp_shard > 1:
-        for block in block_list(model) or []:
-            fully_shard(block, mesh=meshes.fsdp)
-        fully_shard(model, mesh=meshes.fsdp)
+        apply_fully_shard(model, meshes.fsdp, ShardingOptions())
 
 
 def differences(model: PreTrainedModel, wanted: dict[str, Tensor]) -> list[str]:

@@ -130,6 +130,11 @@ def test_family_without_tensor_parallel(pool: Pool, family: str) -> None:
     check_layout(pool, family, (2, 2, 1), steps=2)
 
 
+@pytest.mark.parametrize("layout", [(1, 4, 1), (1, 2, 2)], ids=name_of)
+def test_experts_that_do_not_divide_by_the_shards(pool: Pool, layout: Layout) -> None:
+    check_layout(pool, "mixtral", layout, {"num_local_experts": 3}, steps=2)
+
+
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "deepseek_v3"])
 def test_family_without_sequence_parallel(pool: Pool, family: str) -> None:
     check_layout(pool, family, (1, 1, 2), steps=2, sequence_parallel=False)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_nd.parallelize.adapters import low_rank_layers
 from lightning_nd.parallelize.blocks import find_blocks
@@ -50,6 +51,9 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh, options: ShardingOptio
         "offload_policy": offload,
         "reshard_after_forward": options.reshard_after_forward,
     }
+    if isinstance(options.reshard_after_forward, bool):  # FSDP2 reshards over fewer ranks along dim 0 only
+        ranks = mesh.size(mesh.ndim - 1)
+        settings["shard_placement_fn"] = lambda parameter: shard_placement(parameter, ranks)
     usual = _usual_dtype(model)
     for _, block in find_blocks(model):
         _shard_unit(block, usual, settings)
@@ -60,6 +64,23 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh, options: ShardingOptio
         if isinstance(module, nn.Embedding) and isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
     _shard_unit(model, usual, kept)
+
+
+def shard_placement(parameter: torch.Tensor, ranks: int) -> Shard | None:
+    """Which dim of a parameter FSDP2 splits over so many ranks; None for the first one.
+
+    FSDP2 pads the first dim to a multiple of the ranks, and gathers and reduces what it padded: 8 experts over 64 ranks
+    travel, and are held, as 64. Where that is more than a quarter, a later dim is taken, if one divides evenly that
+    tensor parallelism has not split already.
+    """
+    local, taken = parameter, set()
+    if isinstance(parameter, DTensor):
+        local = parameter._local_tensor
+        taken = {getattr(p, "dim", 0) % local.dim() for p in parameter.placements if not isinstance(p, Replicate)}
+    if local.dim() < 2 or -(-local.shape[0] // ranks) * ranks <= 1.25 * local.shape[0]:
+        return None
+    even = [dim for dim in range(1, local.dim()) if dim not in taken and local.shape[dim] % ranks == 0]
+    return Shard(max(even, key=lambda dim: local.shape[dim])) if even else None
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
