@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_nd.planner.layout import Setting, Work
@@ -10,13 +11,16 @@ from lightning_nd.planner.layout import Setting, Work
 _SCRATCH = ("flash_attention_for_cpu", "_foreach_")
 
 
-def allocated_peak(config: Any, setting: Setting, work: Work, steps: int = 2) -> int:
+def allocated_peak(
+    config: Any, setting: Setting, work: Work, lora: Mapping[str, Any] | None = None, steps: int = 2
+) -> int:
     """Most bytes that were out at once, as the profiler recorded them; in a child process (`in_child`).
 
     Args:
         config: of a model small enough to be played for real.
         setting: the layout; the other ranks are a fake process group.
         work: rows and precision.
+        lora: fields of a `LoRA`.
         steps: optimizer steps.
     """
     import torch
@@ -25,7 +29,7 @@ def allocated_peak(config: Any, setting: Setting, work: Work, steps: int = 2) ->
     from lightning_nd.planner.simulate import play_rank
 
     with torch.profiler.profile(profile_memory=True) as profile:
-        play_rank(config, setting, work, steps=steps, real=True)
+        play_rank(config, setting, work, lora, steps=steps, real=True)
     results: Any = profile.profiler.kineto_results
     changes: list[tuple[int, int]] = []
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import time
 from collections.abc import Mapping
@@ -136,6 +137,8 @@ def play_rank(
             phase("optimizer")
             _finish(model, optimizer, partial, ledger, meshes)
 
+        if real:  # what splitting the model left in cycles would be taken for a step's
+            gc.collect()
         held = [*model.parameters(), *model.buffers(), *batch.values()]
         peaks, traffic = count(fake, meshes, held, step, steps)
     layers = config.get_text_config().num_hidden_layers
