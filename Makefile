@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null; then $(PIP) torch==$(TORCH); \
 		else $(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH)+cpu --index-url $(TORCH_CPU_INDEX); fi
-	@$(PIP) -e .[dev,lora]
+	@$(PIP) -e .[dev,qlora]
 	@touch $@
 
 quickstart: install

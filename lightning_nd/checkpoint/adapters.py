@@ -115,10 +115,12 @@ def whole_pairs(model: nn.Module, source: AdapterSource) -> Iterator[tuple[str, 
             base: Any = wrapper.get_submodule("base_layer")
             shapes = {key: tuple(p.shape) for key, p in _pair(wrapper).items()}
             first, second = (torch.empty(shapes[key], device="cpu") for key in ("lora_A", "lora_B"))
+            # pairs beside packed weights are not rounded
+            dtype = base.weight.dtype if base.weight.is_floating_point() else torch.float32
             # Both layers are made, then A is drawn again and B is zero: what peft takes from the generator.
             for value in (first, second, first):
                 nn.init.kaiming_uniform_(value, a=math.sqrt(5))
-            yield f"{name}.lora_A.{NAME}.weight", first.to(base.weight.dtype)
+            yield f"{name}.lora_A.{NAME}.weight", first.to(dtype)
             yield f"{name}.lora_B.{NAME}.weight", second.zero_()
 
 

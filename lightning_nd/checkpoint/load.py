@@ -18,6 +18,7 @@ from lightning_nd.checkpoint.adapters import whole_pairs
 from lightning_nd.checkpoint.init import Initializer, NoSource, RandomSource, build_on_meta, recompute_buffers
 from lightning_nd.checkpoint.shards import Box, from_local_like, local_box
 from lightning_nd.checkpoint.source import OpenSource, Piece, WeightSource, read_source, weight_files
+from lightning_nd.quantized import PackedLinear, leave_blank, pack
 
 
 def load_pretrained(
@@ -148,9 +149,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
         return
     if (adapters := getattr(model, "_nd_adapters", None)) is not None:
         for name, value in whole_pairs(model, adapters):
-            local, box = targets.allocate(name)
-            _copy(local, box, value, (0,) * len(box))
-            targets.fill(name, local)
+            targets.fill_from(name, value)
     if isinstance(source, RandomSource):
         _draw(targets, reference, source.seed)
     else:
@@ -185,6 +184,11 @@ class _Targets:
                         self._homes[full] = (table, name)
                         self._pending[full] = tensor
         self._aliases = self._group(ties)
+        self.quantized = {
+            hf.clean_name(f"{name}.weight"): layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, PackedLinear)
+        }
 
     def _group(self, ties: dict[str, str]) -> dict[str, list[str]]:
         """For each name that is filled, all names that share its tensor: tied now, or to be tied again."""
@@ -233,6 +237,15 @@ class _Targets:
             table, attribute = self._homes[alias]
             table[attribute] = new
 
+    def fill_from(self, name: str, whole: Tensor) -> None:
+        """Put this rank's part of a whole value in the model; a layer that is quantized packs it first."""
+        if name in self.quantized:
+            layer = self.quantized[name]
+            whole = pack(layer, whole.to(layer.unpacked[1]), self.device)
+        local, box = self.allocate(name)
+        _copy(local, box, whole, (0,) * len(box))
+        self.fill(name, local)
+
     def finish(self) -> None:
         """Raise if tensors have not been filled."""
         if self._aliases:
@@ -249,6 +262,8 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 def _leave(model: PreTrainedModel, targets: _Targets) -> None:
     for name in targets.names():
         targets.fill(name, targets.allocate(name)[0])
+    for layer in targets.quantized.values():
+        leave_blank(layer, targets.device)
     targets.finish()
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -259,16 +274,21 @@ def _leave(model: PreTrainedModel, targets: _Targets) -> None:
 def _draw(targets: _Targets, reference: PreTrainedModel, seed: int) -> None:
     initializer = Initializer(reference)
     for name in targets.names():
-        local, box = targets.allocate(name)
-        _copy(local, box, initializer.draw(name, seed), (0,) * len(box))
-        targets.fill(name, local)
+        targets.fill_from(name, initializer.draw(name, seed))
 
 
 def _read(targets: _Targets, reference: PreTrainedModel, source: WeightSource) -> None:
     with source.open() as files:
         for name in targets.names():
             pieces = next((source.pieces[n] for n in (name, *targets.aliases(name)) if n in source.pieces), None)
-            if pieces is not None:
+            if pieces is not None and name in targets.quantized:
+                # packed in blocks over the whole weight, so every rank reads it whole
+                shape, dtype = targets.quantized[name].unpacked
+                whole = torch.empty(shape, dtype=dtype)
+                for piece in pieces:
+                    _read_piece(whole, [[(0, size)] for size in shape], piece, files)
+                targets.fill_from(name, whole)
+            elif pieces is not None:
                 local, box = targets.allocate(name)
                 for piece in pieces:
                     _read_piece(local, box, piece, files)
@@ -280,9 +300,7 @@ def _read(targets: _Targets, reference: PreTrainedModel, source: WeightSource) -
             for name in targets.names():
                 value = next((made[n] for n in (name, *targets.aliases(name)) if n in made), None)
                 if value is not None:
-                    local, box = targets.allocate(name)
-                    _copy(local, box, value, (0,) * len(box))
-                    targets.fill(name, local)
+                    targets.fill_from(name, value)
 
 
 def _overlaps(

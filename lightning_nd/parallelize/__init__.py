@@ -22,6 +22,7 @@ from lightning_nd.parallelize.tensor import (
     apply_tensor_parallel,
     check_tensor_parallel,
 )
+from lightning_nd.quantized import check_quantized
 
 if TYPE_CHECKING:
     from lightning_nd.strategy import NDStrategy
@@ -97,6 +98,7 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
             " filled from there. Build it with real weights; each rank keeps its shards."
         )
     check_shared(model)
+    check_quantized(model)
     check_tensor_parallel(model, config.tp_plan, meshes.tp.size())
     if not on_meta:
         agree_on_weights(model)

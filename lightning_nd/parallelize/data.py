@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_nd.parallelize.adapters import low_rank_layers
 from lightning_nd.parallelize.blocks import find_blocks
 from lightning_nd.parallelize.sequence import is_tokenwise
+from lightning_nd.quantized import is_quantized
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,9 @@ def _head(model: nn.Module) -> nn.Module | None:
 def _shard_unit(module: nn.Module, usual: torch.dtype, settings: dict[str, Any]) -> None:
     if isinstance(module, FSDPModule):
         return
+    packed = [m for m in module.modules() if is_quantized(m) and not isinstance(m, FSDPModule)]
+    if packed:  # one unit for all of a block's: bytes are gathered as they are, and layers cast their inputs themselves
+        fully_shard(packed, **{**settings, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
     pairs = [m for m in low_rank_layers(module) if not isinstance(m, FSDPModule)]
     pairs = [m for m in pairs if any(p.dtype != usual for p in m.parameters())]
     if pairs:  # one unit for all of a block's: they are small
@@ -137,7 +141,8 @@ def _shard_odd(unit: nn.Module, odd: torch.dtype, usual: torch.dtype, settings: 
 def _usual_dtype(model: nn.Module) -> torch.dtype:
     sizes = Counter[torch.dtype]()
     for parameter in model.parameters():
-        sizes[parameter.dtype] += parameter.numel()
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
     return sizes.most_common(1)[0][0]
 
 

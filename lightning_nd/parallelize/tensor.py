@@ -37,6 +37,7 @@ from lightning_nd.parallelize.styles import (
     install_style,
     lend_parameters,
 )
+from lightning_nd.quantized import quantized_layers
 from lightning_nd.settings import settings_of, switched_on
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,12 @@ def check_tensor_parallel(model: nn.Module, tp_plan: TPPlan | Literal["auto"], s
         ValueError: naming what was given, what is allowed, and what to change.
     """
     if size > 1:
+        if packed := next(iter(quantized_layers(model)), None):
+            layer = packed.removesuffix(".base_layer")
+            raise ValueError(
+                f"NDStrategy: {layer} is quantized, in blocks that run over its rows, and tp={size} would cut them."
+                " Use tp=1 (dp_shard, dp_replicate and cp work), or leave the quantization out."
+            )
         _checked(model, tp_plan, size)
 
 

@@ -94,6 +94,11 @@ class CausalLM(LightningModule):
             raise ValueError("lora with from_scratch would train pairs beside random weights, which stay as they are.")
         if self.lora is None and export == "merged":
             raise ValueError("export='merged' is for lora; without it export=True writes the whole model.")
+        if self.lora is not None and self.lora.quantization is not None and export == "merged":
+            raise ValueError(
+                "export='merged' with lora.quantization: the pairs belong to the stored weights, which are not in"
+                " memory. Export the adapter, and merge it with `lightning-nd export --checkpoint ... --merge`."
+            )
         self.source = resolve_source(model)
         self.model: PreTrainedModel | None = None
         self.lr_scaling = Scaling(lr_scaling, reference_batch)
@@ -151,7 +156,10 @@ class CausalLM(LightningModule):
         if self.lora is None:
             return
         from lightning_nd.checkpoint import add_adapters
+        from lightning_nd.quantized import quantize_linears
 
+        if self.lora.quantization is not None:
+            quantize_linears(model)
         start = None if self.lora.adapter is None else Path(self.lora.adapter).expanduser()
         add_adapters(model, self.lora.config(), seed=int(os.environ.get("PL_GLOBAL_SEED", "0")), start=start)
 
@@ -215,8 +223,10 @@ class CausalLM(LightningModule):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if self.lora is not None:
-            whole = {**super().state_dict(), **state_dict}
-            return super().load_state_dict(whole, strict=True, assign=assign)
+            trained = {n for n, p in self.named_parameters(remove_duplicate=False) if p.requires_grad}
+            if differ := trained ^ set(state_dict):
+                raise RuntimeError(f"The checkpoint is of other pairs: {sorted(differ)[0]} is not in both.")
+            return super().load_state_dict(state_dict, strict=False, assign=assign)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     @override

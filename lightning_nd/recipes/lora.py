@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from lightning_nd.names import nearest
+from lightning_nd.quantized import why_not
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -30,7 +29,8 @@ class LoRA:
         rslora: divide ``alpha`` by ``√r`` instead of ``r`` (Kalajdzievski 2023).
         layers: numbers of the blocks that get pairs; None: all.
         adapter: a peft adapter folder to start from; None: random ``A``, zero ``B``.
-        quantization: of the frozen weights (QLoRA).
+        quantization: ``"nf4"`` keeps the frozen linear layers in 4 bits (QLoRA, Dettmers et al. 2023), through
+            bitsandbytes; refused under ``tp``.
 
     Raises:
         ValueError: for values that cannot be right, or a quantization that this machine cannot do.
@@ -43,7 +43,7 @@ class LoRA:
     rslora: bool = False
     layers: list[int] | None = None
     adapter: str | None = None
-    quantization: Literal["nf4", "int8"] | None = None
+    quantization: Literal["nf4"] | None = None
 
     def __post_init__(self) -> None:
         if self.r < 1:
@@ -54,8 +54,10 @@ class LoRA:
             raise ValueError(f"lora.dropout is {self.dropout}; it is a probability, from 0 to less than 1.")
         if not self.target_modules:
             raise ValueError("lora.target_modules is empty; name layers such as q_proj, or leave it at 'all-linear'.")
-        if self.quantization is not None:
-            raise ValueError(f"lora.quantization={self.quantization!r} is refused: {_why_not_quantized()}")
+        if self.quantization not in (None, "nf4"):
+            raise ValueError(f"lora.quantization is {self.quantization!r}; it is nf4, or null for none.")
+        if self.quantization is not None and (reason := why_not()):
+            raise ValueError(f"lora.quantization={self.quantization!r} cannot be done here: {reason}")
         if importlib.util.find_spec("peft") is None:
             raise ValueError("lora needs peft, which is not installed: pip install 'lightning-nd[lora]'.")
 
@@ -94,17 +96,3 @@ class LoRA:
             bias="none",
             task_type="CAUSAL_LM",
         )
-
-
-def _why_not_quantized() -> str:
-    if not torch.cuda.is_available():
-        return (
-            "bitsandbytes computes with quantized weights on CUDA, and there is no CUDA device here. Leave it out: the"
-            " frozen weights are bfloat16 with precision bf16-mixed."
-        )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return "bitsandbytes is not installed: pip install bitsandbytes, or leave it out for bfloat16 weights."
-    return (
-        "quantized weights cannot be read by slices and sharded by fully_shard yet. Leave it out: the frozen weights"
-        " are bfloat16 with precision bf16-mixed, and sharded over dp_shard."
-    )
