@@ -51,6 +51,7 @@ class PlanAdvice(Callback):
 
         data: Any = getattr(trainer, "datamodule", None)
         known = hasattr(module, "config") and hasattr(module, "lora") and hasattr(data, "micro_batch_size")
+        known = known and getattr(module.lora, "quantization", None) is None  # plans count no packed weights
         on_gpu = module.device.type == "cuda"
         if not known or not isinstance(trainer.strategy, NDStrategy) or not (on_gpu or self.gpu):
             return None
