@@ -8,6 +8,7 @@ import pytest
 
 from lightning_nd.callbacks import SampleCompletions
 from lightning_nd.callbacks.loss_plot import _smooth, plot_losses
+from lightning_nd.cli.main import main
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
@@ -49,3 +50,25 @@ def test_plot(tmp_path: Path) -> None:
 def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:
     assert _smooth((3.0,) * 50) == pytest.approx([3.0] * 50)
     assert _smooth(tuple(range(50)))[0] == 0.0
+
+
+def test_plot_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        rows = [f"{i},{5 - i / 20},{1e4 + i},{i / 9}" for i in range(3)]
+        header = "step,train/loss,throughput/tokens_per_s,throughput/peak_memory_gib"
+        (tmp_path / name / "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
+    assert main(["plot", str(tmp_path / "a")]) == 0
+    assert "loss per supervised token (nats); tokens per second; memory" in capsys.readouterr().out
+    assert (tmp_path / "a" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    both = tmp_path / "both.svg"
+    assert main(["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(both)]) == 0
+    assert both.is_file()
+    capsys.readouterr()
+    for args, words in (
+        ([str(tmp_path)], f"There is one in {tmp_path / 'a'}, {tmp_path / 'b'}."),
+        ([str(tmp_path / "c")], "There is no"),
+        ([str(tmp_path / "a"), "--output", "x.txt"], ".png, .svg, .pdf"),
+    ):
+        assert main(["plot", *args]) == 2
+        assert words in capsys.readouterr().err

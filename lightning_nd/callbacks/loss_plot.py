@@ -1,13 +1,18 @@
-"""A picture of the loss, drawn from the logged metrics at the end of a fit."""
+"""Pictures of a run, drawn from its logged metrics."""
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
+
+Rows = list[dict[str, str]]
+_TRAIN, _VAL = "tab:blue", "tab:orange"
 
 
 class LossPlot(Callback):
@@ -34,39 +39,108 @@ class LossPlot(Callback):
 
 def plot_losses(metrics: Path, picture: Path) -> Path | None:
     """Draw ``train/loss`` and ``val/loss`` of a metrics.csv; returns the picture's path, None without losses."""
-    with open(metrics, newline="") as file:
-        rows = list(csv.DictReader(file))
-    train, val = (_series(rows, name) for name in ("train/loss", "val/loss"))
-    if not train and not val:
+    rows = read_metrics(metrics)
+    if not _series(rows, "train/loss") and not _series(rows, "val/loss"):
         return None
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    if train:
-        steps, losses = zip(*train, strict=True)
-        smooth = len(train) >= 40
-        axes.plot(steps, losses, color="tab:blue", alpha=0.35 if smooth else 1.0, linewidth=1.2, label="training")
-        if smooth:
-            axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=2, label="training, smoothed")
-    if val:
-        steps, losses = zip(*val, strict=True)
-        axes.plot(steps, losses, color="tab:orange", marker="o", linewidth=1.5, label="validation")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss per supervised token (nats)")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure, (axes,) = _figure(1, height=4.2)
+    _draw_losses(axes, rows)
+    _finish(axes, "loss per supervised token (nats)")
     figure.savefig(picture, dpi=130)
     return picture
 
 
-def _series(rows: list[dict[str, str]], name: str) -> list[tuple[int, float]]:
+def plot_runs(runs: Mapping[str, Rows], picture: Path) -> list[str]:
+    """Draw loss, gradient norm, learning rate, throughput and memory of one run, or of several over each other.
+
+    Args:
+        runs: rows of a ``metrics.csv`` by the name of the run.
+        picture: the file to write; its ending is the format.
+
+    Returns:
+        What was drawn, by the titles of the panels; nothing is written where that is empty.
+    """
+    panels = [(title, names) for title, names in _panels(runs.values()) if names]
+    if not panels:
+        return []
+    figure, all_axes = _figure(len(panels), height=2.6)
+    for axes, (title, names) in zip(all_axes, panels, strict=True):
+        for number, (run, rows) in enumerate(runs.items()):
+            if len(runs) == 1 and "train/loss" in names:
+                _draw_losses(axes, rows)
+                continue
+            for place, name in enumerate(names):
+                label = run if len(runs) > 1 and not place else name.rpartition("/")[2] if len(names) > 1 else None
+                _draw(axes, _series(rows, name), f"C{number if len(runs) > 1 else place}", label, dashed=place % 2 > 0)
+        _finish(axes, title)
+    figure.savefig(picture, dpi=130)
+    return [title for title, _ in panels]
+
+
+def read_metrics(path: Path) -> Rows:
+    """The rows of a metrics.csv, by column."""
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _panels(runs: Any) -> list[tuple[str, list[str]]]:
+    logged = {name for rows in runs for row in rows for name, value in row.items() if value}
+    memory = sorted(name for name in logged if "memory" in name)
+    named = (
+        ("loss per supervised token (nats)", ["train/loss", "val/loss"]),
+        ("gradient norm", ["train/grad_norm"]),
+        ("learning rate", ["lr"]),
+        ("tokens per second", ["throughput/tokens_per_s"]),
+        ("seconds per step", ["throughput/step_time_s"]),
+        ("model FLOPs utilisation", ["throughput/mfu", "throughput/hfu"]),
+        ("memory", memory),
+    )
+    return [(title, [name for name in names if name in logged]) for title, names in named]
+
+
+def _figure(panels: int, height: float) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, height * panels), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, [figure.add_subplot(panels, 1, place) for place in range(1, panels + 1)]
+
+
+def _draw_losses(axes: Any, rows: Rows) -> None:
+    _draw(axes, _series(rows, "train/loss"), _TRAIN, "training")
+    if val := _series(rows, "val/loss"):
+        steps, losses = zip(*val, strict=True)
+        axes.plot(steps, losses, color=_VAL, marker="o", linewidth=1.5, label="validation")
+
+
+def _draw(axes: Any, series: list[tuple[int, float]], color: str, label: str | None, dashed: bool = False) -> None:
+    """A line, with its moving average where there are many points."""
+    if not series:
+        return
+    steps, values = zip(*series, strict=True)
+    smooth, style = len(series) >= 40, "--" if dashed else "-"
+    marker = "o" if len(series) == 1 else None
+    axes.plot(
+        steps, values, style, color=color, alpha=0.35 if smooth else 1.0, linewidth=1.2, label=label, marker=marker
+    )
+    if smooth:
+        text = None if label is None else f"{label}, smoothed"
+        axes.plot(steps, _smooth(values), style, color=color, linewidth=2, label=text)
+
+
+def _finish(axes: Any, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(title)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+
+
+def _series(rows: Rows, name: str) -> list[tuple[int, float]]:
     # the logger counts finished steps from 0
     return [(int(row["step"]) + 1, float(row[name])) for row in rows if row.get(name)]
 

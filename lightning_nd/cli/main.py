@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": ("lightning_nd.cli.doctor:main_command", "what is wrong with this machine, and what to do"),
     "plan": ("lightning_nd.cli.plan:main_command", "which layout fits, how fast it is and why; needs no GPU"),
     "calibrate": ("lightning_nd.cli.calibrate:main_command", "measure this machine's GPU, for plan --gpu-file"),
+    "plot": ("lightning_nd.cli.plot:main_command", "a run's loss, throughput and memory as a picture"),
     "verify": ("lightning_nd.cli.verify:main_command", "compare this layout with one process, number by number"),
 }
 
