@@ -222,13 +222,14 @@ def _evaluate(rank: int, world_size: int) -> tuple[list[float], list[Tensor]]:
     return module.means, [p.detach() for p in predictions]
 
 
-def test_validate_test_and_predict(pool):
+@pytest.mark.parametrize("cp", [2, 4])
+def test_validate_test_and_predict(pool, cp):
     model, batches = make_model("qwen3").eval(), make_batches(3, length=23)
     with torch.no_grad():
         sums = [nll_sum(model, batch) for batch in batches]
         means = [(nll / count).item() for nll, count in sums]
         logits = [model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]).logits for b in batches]
-    for got, predictions in pool.run(_evaluate, 2):
+    for got, predictions in pool.run(_evaluate, cp):
         assert got == pytest.approx([*means, *means], rel=1e-5)
         for mine, want, batch in zip(predictions, logits, batches, strict=True):
             real = batch["attention_mask"].bool()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -216,3 +218,40 @@ def test_i01_a_rate_that_bf16_weights_round_away_is_named() -> None:
     assert "round steps below 2.0e-03 away, and the learning rate is 1.0e-05" in words
     assert roots.small_steps([torch.optim.AdamW([weight], lr=1e-2)]) is None
     assert roots.small_steps([torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))], lr=1e-5)]) is None
+
+
+# Reports whose check is a case of a wider test, which does not carry their name.
+ELSEWHERE = {
+    "B02": "test_parity_training.py::test_short_last_window",
+    "B04": "test_attention_parity.py::test_products_with_other_axes",
+    "B05": "test_parity.py::test_family",
+    "B07": "test_parity_training.py::test_clipping_by_norm",
+    "B11": "test_lightning_integration.py::test_nonfinite_gradient_on_one_rank_stops_all",
+    "D01": "test_mesh.py::test_what_does_not_fit_is_said_with_every_number",
+    "D02": "test_parity.py::test_fewer_kv_heads_than_tp",
+    "D04": "test_attention_parity.py::test_odd_short_and_silent_rows",
+    "D05": "test_traps.py::test_each_rank_holds_its_share_of_the_parameters",
+    "D07": "test_parity.py::test_tied_embeddings",
+    "D10": "test_hub_distributed.py::test_layouts_hold_and_write_the_stored_weights",
+    "D16": "test_attention_parity.py::test_products_with_other_axes",
+    "D17": "test_traps.py::test_fp32_norms_in_a_bf16_model_train_and_stay_fp32",
+    "E02": "test_faults.py::test_a_timeout_names_the_rank_that_is_behind",
+    "E03": "test_launch.py::test_refusals_say_what_was_given_and_what_to_change",
+    "E04": "test_launch.py::test_refusals_say_what_was_given_and_what_to_change",
+    "E08": "test_launch.py::test_the_trainer_refuses_what_cannot_start",
+    "E10": "test_faults.py::test_out_of_memory_says_where_and_what_to_change",
+    "F03": "test_cli_config.py::test_a_list_can_be_extended_or_replaced",
+    "F04": "test_cli_config.py::test_input_paths_start_at_the_configuration_file",
+    "F06": "test_cli_config.py::test_print_save_load_print_is_a_fixed_point",
+    "G04": "test_lightning_integration.py::test_mean_over_ranks_with_unequal_batch_counts",
+    "H01": "test_attention_batch.py::test_shard_and_gather",
+    "H08": "test_attention_training.py::test_predict_returns_each_row_once_in_whole",
+    "I04": "test_parity.py::test_other_precisions_are_refused",
+}
+
+
+@pytest.mark.parametrize("report", ELSEWHERE)
+def test_the_wider_test_is_there(report: str) -> None:
+    file, name = ELSEWHERE[report].split("::")
+    tree = ast.parse((Path(__file__).parent / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
