@@ -130,6 +130,47 @@ class _Slice_AllGather(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
+class _Identity_SumOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        dim, size = ctx.dim, ctx.group.size()
+        missing = -grad.shape[dim] % size
+        padded = torch.cat([grad, grad.new_zeros(*grad.shape[:dim], missing, *grad.shape[dim + 1 :])], dim)
+        summed = reduce_scatter(padded if missing else grad, dim, ctx.group)
+        first, last = _own_range(grad, dim, ctx.group)
+        own = torch.zeros_like(grad)
+        own.narrow(dim, first, last - first).copy_(summed.narrow(dim, 0, last - first))
+        return own, None, None
+
+
+class _Identity_Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        first, last = _own_range(grad, ctx.dim, ctx.group)
+        own = torch.zeros_like(grad)
+        own.narrow(ctx.dim, first, last - first).copy_(grad.narrow(ctx.dim, first, last - first))
+        return own, None, None
+
+
+def _own_range(x: Tensor, dim: int, group: ProcessGroup) -> tuple[int, int]:
+    """This rank's part of a dim whose last part may be short."""
+    length = x.shape[dim]
+    part = -(-length // group.size())
+    return min(group.rank() * part, length), min((group.rank() + 1) * part, length)
+
+
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -165,6 +206,16 @@ def reducescatter_allgather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def allgather_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Shard of ``dim`` into the whole, for work that every rank repeats: the gradient is complete everywhere."""
     return _AllGather_Slice.apply(x, dim, group)
+
+
+def identity_sum_own(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """As `identity_allreduce`, where only this rank's part of ``dim`` is asked for below: the rest gets zeros."""
+    return _Identity_SumOwn.apply(x, dim, group)
+
+
+def identity_own(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """The same values; the gradient outside of this rank's part of ``dim`` is dropped."""
+    return _Identity_Own.apply(x, dim, group)
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:

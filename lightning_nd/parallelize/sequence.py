@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_nd.names import class_name
 from lightning_nd.parallelize import collectives as comm
+from lightning_nd.parallelize.blocks import find_blocks
 
 SEQUENCE_DIM = 1
 
@@ -55,6 +56,19 @@ class SequenceShard:
     def scatter_sum(self, partial: Tensor) -> Tensor:
         """Partial sums of the whole → this rank's tokens of the total."""
         return comm.reducescatter_allgather(self._pad(partial), SEQUENCE_DIM, self.group)
+
+    def into_head(self, hidden: Tensor) -> Tensor:
+        """Whole, for a head split by vocabulary: on the way back every rank gets the gradient of its own tokens.
+
+        `leave` takes no more than that, so a reduce-scatter does what would else be an all-reduce.
+        """
+        if hidden.dim() != 3 or hidden.shape[SEQUENCE_DIM] != self.length:  # some tokens only
+            return comm.identity_allreduce(hidden, self.group)
+        return comm.identity_sum_own(hidden, SEQUENCE_DIM, self.group)
+
+    def install_on_tail(self, norm: nn.Module) -> None:
+        """Give the norm after the blocks a gradient of this rank's tokens, whoever uses its output."""
+        map_hidden_output(norm, lambda hidden: comm.identity_own(hidden, SEQUENCE_DIM, self.group))
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts for `torch.utils.checkpoint`: the recomputation sees the length of its own forward."""
@@ -122,6 +136,32 @@ class SequenceShard:
             return hidden
         # Contiguous: model code takes views of it.
         return hidden.narrow(SEQUENCE_DIM, 0, self.length).contiguous()
+
+
+def find_tail(model: nn.Module) -> tuple[str, str] | None:
+    """The names of the norm after the blocks and of the head, if nothing else with parameters stands there.
+
+    None where that is not plain to see: the model has other parameters outside of blocks, input embedding and head.
+    """
+    blocks = [name for name, _ in find_blocks(model)]
+    parts = [getter() for kind in ("input", "output") if (getter := getattr(model, f"get_{kind}_embeddings", None))]
+    names = {id(module): name for name, module in model.named_modules()}
+    ends = [names.get(id(part)) for part in parts]
+    if not blocks or len(ends) != 2 or None in ends:
+        return None
+    known = [*blocks, *ends]
+    outside = [
+        name
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+        and not any(name == part or name.startswith(f"{part}.") for part in known)
+    ]
+    held, _, chain = blocks[0].rpartition(".")[0].rpartition(".")
+    if len(outside) != 1 or outside[0].rpartition(".")[0] != held or not is_tokenwise(model.get_submodule(outside[0])):
+        return None
+    order = list(model.get_submodule(held)._modules)
+    after = order.index(outside[0].rpartition(".")[2]) > order.index(chain)
+    return (outside[0], str(ends[1])) if after else None
 
 
 def is_tokenwise(module: nn.Module) -> bool:

@@ -38,11 +38,14 @@ class Site:
         pure: the module stands in a pure region (see the module's docstring).
         scatter: sums over the ranks and keeps this rank's tokens (`sequence.SequenceShard.scatter_sum`); ``None``
             without sequence parallelism.
+        share: what gives whole activations to work that is split (`sequence.SequenceShard.into_head`); ``None`` for
+            `collectives.identity_allreduce`.
     """
 
     mesh: DeviceMesh
     pure: bool = False
     scatter: Callable[[Tensor], Tensor] | None = None
+    share: Callable[[Tensor], Tensor] | None = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -135,7 +138,7 @@ class Colwise(Style):
     @override
     def install(self, module: nn.Module, site: Site) -> None:
         if not site.pure:
-            _map_input(module, lambda x: comm.identity_allreduce(x, site.group))
+            _map_input(module, site.share or (lambda x: comm.identity_allreduce(x, site.group)))
         if self.gather:
             width = int(module.out_features)  # type: ignore[arg-type]
             shard = -(-width // site.size)  # torch.chunk's rule: the last rank may hold less

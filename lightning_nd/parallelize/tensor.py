@@ -29,9 +29,10 @@ from lightning_nd.parallelize.heads import (
     replicate_kv_heads,
 )
 from lightning_nd.parallelize.own_plan import check_own_plan
-from lightning_nd.parallelize.sequence import SequenceShard, is_tokenwise
+from lightning_nd.parallelize.sequence import SequenceShard, find_tail, is_tokenwise
 from lightning_nd.parallelize.styles import (
     STYLES,
+    Colwise,
     ShardedParameter,
     Site,
     install_style,
@@ -236,13 +237,19 @@ def apply_tensor_parallel(
     replicated_kv = replicate_kv_heads(model, assignment, mesh.size(), mesh.get_local_rank())
     regions = _find_regions(model, assignment, trusted=getattr(model, "tp_plan", None) is not None)
     sequence = _sequence_shard(model, mesh, tp_plan, sequence_parallel, rehearsal.sequence)
+    norm, head = _tail(model, assignment) if sequence is not None else (None, None)
 
     partial: set[str] = set()
     placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
         region = _enclosing(name, regions)
         pure = region is not None and regions[region]
-        site = Site(mesh, pure=pure, scatter=None if sequence is None else sequence.scatter_sum)
+        site = Site(
+            mesh,
+            pure=pure,
+            scatter=None if sequence is None else sequence.scatter_sum,
+            share=sequence.into_head if sequence is not None and name == head else None,
+        )
         style = assignment.modules.get(name, STYLES["replicate"])
         own = list(module.named_parameters(recurse=False))
         if not own and name not in assignment.modules:
@@ -252,7 +259,7 @@ def apply_tensor_parallel(
             owner = assignment.parameters.get(full_name, style)
             placements[full_name] = owner.placement(key, parameter.dim())
             inside_blocks = sequence is not None and region is None and _in_blocks(full_name, regions)
-            if owner.is_partial(key, site) or inside_blocks:
+            if owner.is_partial(key, site) or inside_blocks or name == norm:
                 partial.add(full_name)
         install_style(module, style, site, frozenset(key for key, _ in own if _join(name, key) in partial))
     for owner_name, user in rehearsal.outside.items():
@@ -269,11 +276,21 @@ def apply_tensor_parallel(
         blocks = block_list(model)
         assert blocks is not None
         sequence.install_on_chain(blocks)
+        if norm is not None:
+            sequence.install_on_tail(modules[norm])
     else:
         _install_plain_regions(model, regions, mesh)
     _refuse_outputs(model, whole_sequence=sequence is None)
     log.debug("tensor parallel: %d regions, %d partial gradients", len(regions), len(partial))
     return TensorParallelism(frozenset(partial), sequence, replicated_kv)
+
+
+def _tail(model: nn.Module, assignment: Assignment) -> tuple[str | None, str | None]:
+    """The norm after the blocks and the head, where the head is split by vocabulary and nothing else is there."""
+    found = find_tail(model)
+    if found is None or not isinstance(style := assignment.modules.get(found[1]), Colwise) or not style.gather:
+        return None, None
+    return found
 
 
 def _let_anomalies_be_looked_for() -> None:

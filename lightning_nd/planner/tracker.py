@@ -101,13 +101,14 @@ class Traffic(TorchDispatchMode):
 
     Attributes:
         axes: by name of a group.
+        small: messages of up to that many bytes are kept apart, under the axis ``"control"``: norms, counts, flags.
         times: that what is played now counts.
         found: calls and bytes by axis and kind.
     """
 
-    def __init__(self, axes: dict[str, str]) -> None:
+    def __init__(self, axes: dict[str, str], small: int = -1) -> None:
         super().__init__()
-        self.axes = axes
+        self.axes, self.small = axes, small
         self.times = 1
         self.found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
 
@@ -121,6 +122,7 @@ class Traffic(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "barrier")):
             group = next((axis for axis in map(self._axis, _flat(args)) if axis is not None), "world")
             message = max((_size(t) for t in (*_tensors(args), *_tensors(out))), default=0)
+            group = "control" if message <= self.small else group
             entry = self.found[group, name.strip("_").removesuffix("_base").removesuffix("_tensor")]
             entry[0] += self.times
             entry[1] += self.times * message
