@@ -59,7 +59,7 @@ def test_plot_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         header = "step,train/loss,throughput/tokens_per_s,throughput/peak_memory_gib"
         (tmp_path / name / "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
     assert main(["plot", str(tmp_path / "a")]) == 0
-    assert "loss per supervised token (nats); tokens per second; memory" in capsys.readouterr().out
+    assert "loss (nats); tokens per second; memory" in capsys.readouterr().out
     assert (tmp_path / "a" / "plot.png").read_bytes().startswith(b"\x89PNG")
     both = tmp_path / "both.svg"
     assert main(["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(both)]) == 0

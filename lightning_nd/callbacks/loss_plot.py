@@ -69,8 +69,13 @@ def plot_runs(runs: Mapping[str, Rows], picture: Path) -> list[str]:
                 _draw_losses(axes, rows)
                 continue
             for place, name in enumerate(names):
-                label = run if len(runs) > 1 and not place else name.rpartition("/")[2] if len(names) > 1 else None
-                _draw(axes, _series(rows, name), f"C{number if len(runs) > 1 else place}", label, dashed=place % 2 > 0)
+                series = _series(rows, name)
+                if len(runs) > 1:
+                    label = ", ".join([run] + [_label(name)] * (place > 0))
+                    _draw(axes, series, f"C{number}", label, smooth=name != "lr", dashed=place % 2 > 0)
+                else:
+                    label = _label(name) if len(names) > 1 else ""
+                    _draw(axes, series, f"C{place}", label, smooth=name != "lr")
         _finish(axes, title)
     figure.savefig(picture, dpi=130)
     return [title for title, _ in panels]
@@ -86,7 +91,7 @@ def _panels(runs: Any) -> list[tuple[str, list[str]]]:
     logged = {name for rows in runs for row in rows for name, value in row.items() if value}
     memory = sorted(name for name in logged if "memory" in name)
     named = (
-        ("loss per supervised token (nats)", ["train/loss", "val/loss"]),
+        ("loss (nats)", ["train/loss", "val/loss"]),
         ("gradient norm", ["train/grad_norm"]),
         ("learning rate", ["lr"]),
         ("tokens per second", ["throughput/tokens_per_s"]),
@@ -113,19 +118,24 @@ def _draw_losses(axes: Any, rows: Rows) -> None:
         axes.plot(steps, losses, color=_VAL, marker="o", linewidth=1.5, label="validation")
 
 
-def _draw(axes: Any, series: list[tuple[int, float]], color: str, label: str | None, dashed: bool = False) -> None:
-    """A line, with its moving average where there are many points."""
+def _label(name: str) -> str:
+    return "validation" if name == "val/loss" else name.rpartition("/")[2]
+
+
+def _draw(
+    axes: Any, series: list[tuple[int, float]], color: str, label: str, *, smooth: bool = True, dashed: bool = False
+) -> None:
+    """A line; where there are many points, its moving average and the points behind it."""
     if not series:
         return
     steps, values = zip(*series, strict=True)
-    smooth, style = len(series) >= 40, "--" if dashed else "-"
-    marker = "o" if len(series) == 1 else None
-    axes.plot(
-        steps, values, style, color=color, alpha=0.35 if smooth else 1.0, linewidth=1.2, label=label, marker=marker
-    )
+    smooth, style = smooth and len(series) >= 40, "--" if dashed else "-"
+    line = {"color": color, "marker": "o" if len(series) == 1 else None}
     if smooth:
-        text = None if label is None else f"{label}, smoothed"
-        axes.plot(steps, _smooth(values), style, color=color, linewidth=2, label=text)
+        axes.plot(steps, values, style, alpha=0.3, linewidth=1, **line)
+        axes.plot(steps, _smooth(values), style, linewidth=2, label=label and f"{label} (smoothed)", **line)
+    else:
+        axes.plot(steps, values, style, linewidth=1.4, label=label or None, **line)
 
 
 def _finish(axes: Any, title: str) -> None:

@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": ("lightning_nd.cli.plan:main_command", "which layout fits, how fast it is and why; needs no GPU"),
     "calibrate": ("lightning_nd.cli.calibrate:main_command", "measure this machine's GPU, for plan --gpu-file"),
     "plot": ("lightning_nd.cli.plot:main_command", "a run's loss, throughput and memory as a picture"),
+    "profile": ("lightning_nd.cli.profile:main_command", "where the time of a few steps goes: phases, axes, a trace"),
     "verify": ("lightning_nd.cli.verify:main_command", "compare this layout with one process, number by number"),
 }
 
@@ -113,7 +114,7 @@ def main(args: list[str] | None = None) -> int:
     module_name, _, function = target.partition(":")
     if "--help" in rest or "-h" in rest:
         module = importlib.import_module(module_name)
-        extra = getattr(module, "HELP", "") if command == "verify" else ""
+        extra = getattr(module, "HELP", "") if command in ("verify", "profile") else ""
         # of a command that takes no recipe
         usage = getattr(module, "EXPORT_USAGE" if command == "export" else "USAGE", None)
         print(usage or command_help(command, what[0].upper() + what[1:], extra))
