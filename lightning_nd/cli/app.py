@@ -321,6 +321,24 @@ class NDCLI(LightningCLI):
         return method(self.model, datamodule=self.datamodule, ckpt_path=path, **options)
 
 
+def parser_of(command: str) -> NDArgumentParser:
+    """The parser of a command that reads a recipe; nothing is parsed."""
+
+    class OnlyParser(NDCLI):
+        def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+            raise _Made(parser)
+
+    try:
+        OnlyParser(command, [])
+    except _Made as made:
+        return made.args[0]
+    raise AssertionError("NDCLI makes its parser before it parses")
+
+
+class _Made(Exception):
+    """Carries a parser out of LightningCLI's constructor."""
+
+
 def _kind(default: Callback) -> type[Callback]:
     """What counts as the user's own choice in place of a default callback."""
     return LightningProgressBar if isinstance(default, ProgressBar) else type(default)
