@@ -196,7 +196,7 @@ class Reader(NDCLI):
     parsers: ClassVar[dict[type, Any]] = {}
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
-        kind = type(self).__mro__[1]
+        kind = next(c for c in type(self).__mro__ if not issubclass(c, Reader))
         if kind not in self.parsers:
             super().setup_parser(*args, **kwargs)
             self.parsers[kind] = self.parser, copy.deepcopy(self.parser.checker)  # type: ignore[attr-defined]
