@@ -267,6 +267,7 @@ def commands(text: str) -> Iterator[list[str]]:
         while words:
             end = next((i for i, word in enumerate(words) if word in ("&&", "||", ";")), len(words))
             command, words = words[:end], words[end + 1 :]
+            command = command[: command.index(">")] if ">" in command else command
             while command and (re.fullmatch(r"\w+=.*", command[0]) or command[0] in ("srun", "then")):
                 command = command[1:]
             if command:
