@@ -68,17 +68,18 @@ class Progress:
                 self._path(self.rank).unlink(missing_ok=True)
             self._file = -1
 
-    def explain(self, error: BaseException) -> str:
-        """Words that belong under an error of this rank: where it happened, and what to do about it."""
+    def explain(self, error: BaseException, module: Any = None) -> str:
+        """Words that belong under an error of this rank: where it happened, and what to do about it.
+
+        Args:
+            error: that this rank has met.
+            module: the LightningModule, to plan its memory where that ran out.
+        """
         lines = [f"rank {self.rank} on {socket.gethostname()}, step {self.step}, {self.phase}"]
         if self.rows:
             lines[0] += f"; micro-batch of {self.rows} rows, the longest of {self.longest} tokens"
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
-            lines.append(
-                "Out of memory. Most likely to help: activation_checkpointing='full' (one activation a block is kept),"
-                " and a smaller micro_batch_size with a larger accumulate_grad_batches (same result). Then: a shorter"
-                " max_length, more ranks on dp_shard or tp."
-            )
+            lines += self._out_of_memory(module)
         elif "data is not allocated yet" in str(error):
             lines.append(
                 "Gradients and weights are DTensors here. For norms use self.trainer.strategy.grad_norm() (Lightning's"
@@ -87,6 +88,23 @@ class Progress:
         elif re.search(r"tim(ed|e) ?-?out", str(error), re.IGNORECASE):
             lines += self._who_is_behind()
         return "\n".join(lines)
+
+    def _out_of_memory(self, module: Any) -> list[str]:
+        planned: list[str] = []
+        try:
+            from lightning_nd.planner.of_run import out_of_memory_words
+
+            if module is not None and self.rows:
+                planned = out_of_memory_words(module, self.rows, self.longest)
+        except Exception:  # the error itself is what counts
+            planned = []
+        if planned:
+            return ["Out of memory.", *planned]
+        return [
+            "Out of memory. Most likely to help: activation_checkpointing='full' (one activation a block is kept),"
+            " and a smaller micro_batch_size with a larger accumulate_grad_batches (same result). Then: a shorter"
+            " max_length, more ranks on dp_shard or tp."
+        ]
 
     def _who_is_behind(self) -> list[str]:
         found = [_read(path) for path in sorted(self.folder.glob("progress-*.json"))]

@@ -492,7 +492,7 @@ class NDStrategy(CheckpointedStrategy):
         if isinstance(exception, RankFailedError) or getattr(exception, "__notes__", None):
             return  # another rank's story, or told already: the launcher asks first, for its report
         if self._progress is not None and isinstance(exception, Exception):
-            exception.add_note(self._progress.explain(exception))
+            exception.add_note(self._progress.explain(exception, self.lightning_module))
             self._progress.keep = True  # the other ranks are about to read it
 
     @override

@@ -1,6 +1,7 @@
-"""Lightning callbacks: throughput, sample completions, scores, metrics, advice, the loss plot and the progress bar."""
+"""Lightning callbacks: throughput, sample completions, scores, metrics, advice, the start, the loss plot, the bar."""
 
 from lightning_nd.callbacks.advice import PlanAdvice
+from lightning_nd.callbacks.banner import StartBanner
 from lightning_nd.callbacks.loss_plot import LossPlot
 from lightning_nd.callbacks.metrics import MetricsLog
 from lightning_nd.callbacks.progress import ProgressBar
@@ -16,5 +17,6 @@ __all__ = [
     "ProgressBar",
     "SampleCompletions",
     "ScoreWriter",
+    "StartBanner",
     "Throughput",
 ]

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_nd.callbacks import LossPlot, MetricsLog, PlanAdvice, ProgressBar, ScoreWriter, Throughput
+from lightning_nd.callbacks import LossPlot, MetricsLog, PlanAdvice, ProgressBar, ScoreWriter, StartBanner, Throughput
 from lightning_nd.checkpoint.last import was_restarted
 from lightning_nd.cli.keys import ConfigError, KeyChecker
 from lightning_nd.cli.messages import explain, shorten
@@ -300,7 +300,7 @@ class NDCLI(LightningCLI):
         if config["logger"]:
             defaults += [Throughput(), LossPlot()]
         if self.command == "fit":
-            defaults.append(PlanAdvice())
+            defaults += [StartBanner(), PlanAdvice()]
         if self.command == "predict":
             defaults.append(ScoreWriter(str(self.run_dir / "predict" / "scores.jsonl")))
         if config["enable_progress_bar"] is not False:
