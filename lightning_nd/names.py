@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 #: What other training tools call a setting of ours, where the names have few letters in common.
@@ -36,6 +38,20 @@ ELSEWHERE = {
     "lr": ("learning_rate",),
 }
 _OURS = {other: ours for ours, others in ELSEWHERE.items() for other in others}
+
+
+def warn_of_the_other_package() -> None:
+    """Say what is wrong before a Trainer of ``pytorch_lightning`` calls the strategy an invalid name.
+
+    The package has the same classes as ``lightning.pytorch`` under another name, and neither takes the other's.
+    """
+    if "pytorch_lightning" in sys.modules:
+        warnings.warn(
+            "NDStrategy belongs to `lightning.pytorch`, and `pytorch_lightning` is imported here: its Trainer refuses"
+            " this strategy, and Trainers of `lightning.pytorch` refuse its modules. Write `import lightning.pytorch as pl`"
+            " in place of `import pytorch_lightning as pl`.",
+            stacklevel=3,
+        )
 
 
 def class_name(module: object) -> str:

@@ -36,6 +36,7 @@ from lightning_nd.launch import _REPORTS, InProcess, LocalLauncher, RankFailedEr
 from lightning_nd.loaders import SameRows, split_loader
 from lightning_nd.loss import LossOptions, TokenLedger, install_loss, made, read_real_logits
 from lightning_nd.mesh import Degree, Meshes, ParallelDims
+from lightning_nd.names import warn_of_the_other_package
 from lightning_nd.parallelize import (
     ActivationCheckpointing,
     ParallelConfig,
@@ -134,6 +135,7 @@ class NDStrategy(CheckpointedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        warn_of_the_other_package()
         self._degrees: dict[str, Any] = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         check_activation_checkpointing(activation_checkpointing)
         check_options(cp_method, cp_layout)
