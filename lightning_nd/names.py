@@ -48,8 +48,8 @@ def warn_of_the_other_package() -> None:
     if "pytorch_lightning" in sys.modules:
         warnings.warn(
             "NDStrategy belongs to `lightning.pytorch`, and `pytorch_lightning` is imported here: its Trainer refuses"
-            " this strategy, and Trainers of `lightning.pytorch` refuse its modules. Write `import lightning.pytorch as pl`"
-            " in place of `import pytorch_lightning as pl`.",
+            " this strategy, and Trainers of `lightning.pytorch` refuse its modules. Write"
+            " `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`.",
             stacklevel=3,
         )
 
