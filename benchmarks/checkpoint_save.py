@@ -9,44 +9,23 @@ import argparse
 import os
 import shutil
 import socket
+import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from memory import Peak
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_nd import NDStrategy
-
-
-class Peak:
-    """The most anonymous memory of this process while it is open, above that at its begin, in bytes."""
-
-    def __enter__(self) -> Peak:
-        self.begin, self.most, self.open = _anonymous(), 0, True
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while self.open:
-            self.most = max(self.most, _anonymous() - self.begin)
-            time.sleep(0.002)
-
-    def __exit__(self, *_: Any) -> None:
-        self.open = False
-        self.thread.join()
-
-
-def _anonymous() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
 class Model(LightningModule):
@@ -82,16 +61,18 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
     folder = Path(tempfile.mkdtemp(prefix="saves-"))
-    strategy = NDStrategy()
+    strategy = NDStrategy(async_checkpoint=True)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, enable_checkpointing=False, **quiet)
+    never = ModelCheckpoint(folder, every_n_train_steps=1000)  # but it makes the strategy take memory for it
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, callbacks=[never], **quiet)
     module = Model(given.hidden)
     found: dict[str, list[float]] = {"foreground": [], "background": []}
     peaks: dict[str, int] = {}
 
     def measure() -> None:
         size = sum(p.numel() * p.element_size() for p in module.parameters())
-        for round_ in range(given.rounds + 1):  # the first warms up
+        first: dict[str, float] = {}
+        for round_ in range(given.rounds + 1):
             for kind in found:
                 strategy.saver.in_background = kind == "background"
                 with Peak() as peak:
@@ -100,18 +81,23 @@ def main() -> None:
                     stopped = time.perf_counter() - began
                     strategy.saver.wait()
                     whole = time.perf_counter() - began
-                if round_:
-                    found[kind].append(stopped)
-                    peaks[kind] = max(peaks.get(kind, 0), peak.most)
-                    print(f"{kind}: stopped for {1e3 * stopped:.0f} ms, written in {1e3 * whole:.0f} ms", flush=True)
+                print(f"{kind}: stopped for {1e3 * stopped:.0f} ms, written in {1e3 * whole:.0f} ms", flush=True)
+                if not round_:
+                    first[kind] = stopped
+                    continue
+                found[kind].append(stopped)
+                peaks[kind] = max(peaks.get(kind, 0), peak.most)
         with Peak() as peak:
             strategy.saver.load(trainer, folder / "x.ckpt", strategy.optimizers, None)
         tensor = max(p.numel() * p.element_size() for p in module.parameters())
         middle = {kind: sorted(times)[len(times) // 2] for kind, times in found.items()}
+        pairs = [b / f for f, b in zip(found["foreground"], found["background"], strict=True)]
         print(
             f"state of {3 * size / 1e6:.0f} MB, its largest tensor {tensor / 1e6:.0f} MB: stopped for"
             f" {1e3 * middle['foreground']:.0f} ms in the foreground and {1e3 * middle['background']:.0f} ms in the"
-            f" background ({middle['background'] / middle['foreground']:.3f}); peak memory above that of training:"
+            f" background ({middle['background'] / middle['foreground']:.3f}; single pairs {min(pairs):.3f} to"
+            f" {max(pairs):.3f}, the first of all {first['background'] / first['foreground']:.3f});"
+            " peak memory above that of training:"
             f" {peaks['foreground'] / 1e6:.0f} MB, {peaks['background'] / 1e6:.0f} MB, and {peak.most / 1e6:.0f} MB to"
             " load"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import make_model
 from pool import Pool, tiny_trainer
 from resuming import write_rows
 from safetensors import safe_open
@@ -17,6 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_nd import NDStrategy
+from lightning_nd.checkpoint import load_pretrained, materialize
+from lightning_nd.checkpoint.merge import stored_weights
 from lightning_nd.cli.main import main
 from lightning_nd.data import ChatDataModule
 from lightning_nd.recipes import CausalLM
@@ -117,3 +120,20 @@ def test_c16_lora_adapter_and_merged(pool: Pool, folder: Path) -> None:
     with torch.no_grad():
         beside = model(input_ids=ids).logits
     assert (beside - logits(out / "merged")).abs().max() <= 1e-4 * beside.abs().max()
+    for key, value in model.merge_and_unload().state_dict().items():
+        assert torch.equal(merged[key], value), key
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("llama", {"tie_word_embeddings": True}), ("mixtral", {}), ("phi3", {}), ("gpt_oss", {}), ("gemma3", {})],
+)
+def test_stored_weights_one_by_one_are_those_of_a_load(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    make_model(family, **overrides).save_pretrained(tmp_path)
+    loaded = load_pretrained(tmp_path)
+    with stored_weights(loaded) as read:
+        found = {name: read(name).clone() for name in loaded.state_dict()}
+    materialize(loaded, "cpu")
+    wanted = loaded.state_dict()
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name].float(), wanted[name])] == []

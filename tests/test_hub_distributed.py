@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
-import platform
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import make_config, make_model
+from memory import Peak, needs_linux
 from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -177,12 +173,6 @@ def test_what_rank_zero_cannot_write_is_raised_on_every_rank(pool: Pool, tmp_pat
     assert "rank 0 failed with NotADirectoryError" in second[1]
 
 
-def _anonymous() -> float:
-    """MiB of memory of this process that no file backs."""
-    with open("/proc/self/smaps_rollup") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("Anonymous")) / 1024
-
-
 def peak_on_ranks(rank: int, world_size: int, folder: str) -> dict[str, float]:
     """MiB above the start at the highest, for loading and for drawing."""
     peaks = {}
@@ -190,30 +180,14 @@ def peak_on_ranks(rank: int, world_size: int, folder: str) -> dict[str, float]:
         loaded = load_pretrained(folder)
         model = loaded if kind == "load" else from_config(loaded.config)
         shard(model, (1, 4, 1))
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed must not be reused unseen
-        base = _anonymous()
-        samples, done = [base], threading.Event()
-
-        def watch(samples: list[float] = samples, done: threading.Event = done) -> None:
-            while not done.is_set():
-                samples.append(_anonymous())
-                time.sleep(0.001)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        materialize(model, "cpu")
-        done.set()
-        thread.join()
-        peaks[kind] = max(*samples, _anonymous()) - base
+        with Peak() as peak:
+            materialize(model, "cpu")
+        peaks[kind] = peak.most / 2**20
         assert model.num_parameters() > 0
     return peaks
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/smaps_rollup").exists() or platform.libc_ver()[0] != "glibc",
-    reason="needs Linux's smaps_rollup, and glibc's malloc_trim",
-)
+@needs_linux
 def test_a_rank_needs_its_share_and_one_tensor(pool: Pool, tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=4096,

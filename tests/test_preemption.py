@@ -306,10 +306,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def fill(rank: int, world: int, rows: str, folder: str, options: dict[str, Any]) -> str:
+def fill(rank: int, world: int, rows: str, folder: str, options: dict[str, Any], axis: str = "dp_shard") -> str:
     try:
         callbacks = [SaveAt(folder, (2, 3, 4))]
-        run(rank, world, rows, folder, {"dp_shard": 2}, trainer=SHORT, callbacks=callbacks, strategy=options)
+        run(rank, world, rows, folder, {axis: 2}, trainer=SHORT, callbacks=callbacks, strategy=options)
     except OSError as error:
         return str(error)
     return ""
@@ -318,9 +318,16 @@ def fill(rank: int, world: int, rows: str, folder: str, options: dict[str, Any])
 OPTIONS = [{}, {"async_checkpoint": True}, {"save_distributed_checkpoint": False}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["sync", "async", "one-file"])
-def test_a_real_disk_that_runs_full(pool: Pool, rows: str, options: dict[str, Any], small_disk: Path) -> None:
-    for said in pool.run(fill, 2, rows, str(small_disk), options, timeout=120):
+@pytest.mark.parametrize(
+    ("options", "axis"),
+    [*((one, "dp_shard") for one in OPTIONS), ({}, "dp_replicate")],
+    ids=["sync", "async", "one-file", "replicas"],
+)
+def test_a_real_disk_that_runs_full(
+    pool: Pool, rows: str, options: dict[str, Any], axis: str, small_disk: Path
+) -> None:
+    """What is needed is told as it is on disk: replicas are written once, so they are counted once."""
+    for said in pool.run(fill, 2, rows, str(small_disk), options, axis, timeout=120):
         assert str(small_disk / "step-4.ckpt") in said
         found = re.search(r"([\d,]+) bytes are needed, ([\d,]+) are free", said)
         assert found is not None, said

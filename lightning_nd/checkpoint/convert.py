@@ -5,22 +5,24 @@ from __future__ import annotations
 import copy
 import io
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_nd.assets import resolve
 from lightning_nd.checkpoint import _transformers as hf
 from lightning_nd.checkpoint import export
-from lightning_nd.checkpoint.adapters import CONFIG, add_adapters, save_adapter
+from lightning_nd.checkpoint.adapters import CONFIG, add_adapters, pairs_by_weight, save_adapter
 from lightning_nd.checkpoint.init import build_on_meta
 from lightning_nd.checkpoint.inspect import Contents
-from lightning_nd.checkpoint.load import load_pretrained, materialize
+from lightning_nd.checkpoint.load import load_pretrained
 from lightning_nd.checkpoint.manifest import CheckpointError, damage
+from lightning_nd.checkpoint.merge import merged_weights
 
 M = TypeVar("M", bound=LightningModule)
 
@@ -39,7 +41,7 @@ def export_checkpoint(
     """Write the model of a checkpoint as a folder that plain transformers (or peft) loads.
 
     Every byte of the checkpoint is compared with its checksum before it is used, and the folder is read back. Memory:
-    one tensor; for a merged LoRA run the base model.
+    one tensor (a group of experts counts as one), and the adapter of a LoRA run.
 
     Args:
         path: of the checkpoint, sharded or one file.
@@ -85,9 +87,8 @@ def export_checkpoint(
         name = str(Path(resolve(str(source))).absolute()) if Path(resolve(str(source))).is_dir() else str(source)
         save_adapter(model, target, base=name, tokenizer=words, overwrite=overwrite)
         return f"{target}: adapter of {name}, step {contents.manifest.step} of {path}"
-    export.save_pretrained(
-        model, target, dtype=dtype, max_shard_size=max_shard_size, tokenizer=words, overwrite=overwrite
-    )
+    with merged_weights(model) as (state, whole):
+        _write(export._Plan(model, state, dtype, max_shard_size), model, whole, target, words)
     return f"{target}: {source} with the adapter merged, step {contents.manifest.step} of {path}"
 
 
@@ -172,31 +173,39 @@ def _full(
     if missing:
         raise CheckpointError(f"{contents.path} lacks {missing[0]} and {len(missing) - 1} other tensors of the model.")
     plan = export._Plan(model, state, dtype, max_shard_size)
-    folder = export.staging(target)
-    try:
-        export._stream(plan, lambda name: contents.weight(present[name]), folder)
-        export._finish(plan, model, folder, target, tokenizer)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    _write(plan, model, lambda name: contents.weight(present[name]), target, tokenizer)
     return len(plan.places)
 
 
+def _write(
+    plan: export._Plan,
+    model: PreTrainedModel,
+    whole: Callable[[str], Tensor],
+    target: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    folder = export.staging(target)
+    try:
+        export._stream(plan, whole, folder)
+        export._finish(plan, model, folder, target, tokenizer)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _adapted(contents: Contents, prefix: str, settings: dict[str, Any], source: str) -> PreTrainedModel:
-    """The base model with the trained pairs of a checkpoint in place."""
+    """The base model on meta, with the trained pairs of a checkpoint in memory."""
     from lightning_nd.recipes.lora import LoRA
 
     lora = LoRA.of(settings["lora"])
     model = load_pretrained(source, **(settings.get("config_overrides") or {}))
     add_adapters(model, lora.config(), seed=0)
-    materialize(model, "cpu")
-    own: dict[str, Tensor] = {hf.clean_name(name): p for name, p in model.named_parameters()}
     trained = {hf.clean_name(name)[len(prefix) :]: name for name in contents.weights(prefix)}
-    pairs = {name for name in own if ".lora_A." in name or ".lora_B." in name}
+    pairs = {name for pair in pairs_by_weight(model).values() for name in (pair.first, pair.second)}
     if odd := sorted(pairs ^ set(trained)):
         raise CheckpointError(f"{contents.path} does not fit its own LoRA settings: {odd[0]} is on one side only.")
-    with torch.no_grad():
-        for name, full in trained.items():
-            own[name].copy_(contents.weight(full))
+    for name, full in trained.items():
+        layer, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(layer), attribute, nn.Parameter(contents.weight(full), requires_grad=False))
     return model
 
 

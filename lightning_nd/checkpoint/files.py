@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 #: Called with the name of each phase of saving on each rank; tests let a rank die or fail there.
 _phase_hook: Callable[[str], None] | None = None
-_PER_TENSOR = 2048  # bytes: the archive around it, and its entry in the metadata
+_PER_TENSOR = 2048  # bytes: the archive around each part, and its entry in the metadata
 _PER_RANK = 65_536  # bytes: random states, manifest, file system
 PHASES = ("staged", "shard", "shards", "meta", "manifest", "replaced", "published")
 
@@ -132,15 +132,16 @@ class _Group:
                 raise kind(words[1] if kind is OSError else f"saving failed on rank {rank}: {words[0]}: {words[1]}")
 
 
-def local_bytes(state: Any) -> int:
-    """Bytes that the tensors of this rank take in files, before equal ones of other ranks are left out."""
+def bytes_needed(state: Any) -> int:
+    """Bytes that tensors take in files: each once, whichever ranks hold parts or replicas of it."""
     if isinstance(state, Pieces):
-        return state.nbytes + _PER_TENSOR
+        parts = -(-state.shape.numel() // max(1, state.local.numel()))
+        return state.shape.numel() * state.local.element_size() + parts * _PER_TENSOR
     if isinstance(state, torch.Tensor):
         return state.numel() * state.element_size() + _PER_TENSOR
     if isinstance(state, Mapping):
         state = state.values()
-    return sum(map(local_bytes, state)) if not isinstance(state, str | bytes) and isinstance(state, Iterable) else 0
+    return sum(map(bytes_needed, state)) if not isinstance(state, str | bytes) and isinstance(state, Iterable) else 0
 
 
 def check_room(folder: Path, needed: int) -> None:
@@ -187,7 +188,7 @@ def write_folder(
             `target` is still there.
     """
     ranks = _Group(group)
-    needed = sum(ranks.gather(local_bytes(state) + _PER_RANK))
+    needed = bytes_needed(state) + ranks.ranks * _PER_RANK
     token = ranks.gather(uuid.uuid4().hex[:8])[0]
     folder = target.parent / f".{target.name}.writing-{token}"
 
@@ -277,7 +278,7 @@ def write_file(content: dict[str, Any] | None, target: Path, group: dist.Process
         OSError: as `write_folder`.
     """
     ranks = _Group(group)
-    needed = local_bytes(content) + _PER_RANK if ranks.first else 0
+    needed = bytes_needed(content) + _PER_RANK if ranks.first else 0
 
     def write() -> None:
         assert content is not None

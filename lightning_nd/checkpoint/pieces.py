@@ -51,11 +51,6 @@ class Pieces:
         """Of the whole tensor."""
         return self.shape
 
-    @property
-    def nbytes(self) -> int:
-        """Of this rank's part."""
-        return self.local.numel() * self.local.element_size()
-
     def rectangles(self) -> Iterator[tuple[torch.Size, Tensor]]:
         """Each rectangle: offsets in the whole, and the view of ``local`` that holds it."""
         spans = []

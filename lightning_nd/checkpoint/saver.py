@@ -32,6 +32,7 @@ from lightning_nd.checkpoint.manifest import (
     read_manifest,
 )
 from lightning_nd.checkpoint.pieces import Pieces
+from lightning_nd.checkpoint.staging import Staging
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -58,7 +59,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._removals: list[Path] = []
-        self._staging: dict[str, Tensor] = {}
+        self._staging = Staging()
+        self._has_room = False
         #: Checkpoints to take in turn if the one to be loaded is damaged; set where "last" was asked for.
         self.others: list[Path] = []
         self.weights_only: bool | None = None
@@ -73,6 +75,7 @@ class Saver:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()  # and so no graph is made for each shard that is looked at
     def save(self, trainer: pl.Trainer, checkpoint: dict[str, Any], target: Path) -> None:
         """Save what `Trainer.dump_checkpoint` made; collective.
 
@@ -116,20 +119,31 @@ class Saver:
     def _prepare_folder(
         self, checkpoint: dict[str, Any], ours: dict[str, Any], manifest: Manifest, target: Path, background: bool
     ) -> Callable[[], None]:
-        tensors: dict[str, Any] = state.pieces_of(state.without_aliases(checkpoint.pop("state_dict")))
-        sharded: dict[str, Any] = {"state_dict": tensors}
-        ours["optimizers"] = []
-        for i, one in enumerate(checkpoint.pop("optimizer_states", [])):
-            sharded |= state.flat_optimizer(i, {n: state.pieces_of(s) for n, s in one.pop("sharded").items()})
-            ours["optimizers"].append(one)
+        optimizers = checkpoint.pop("optimizer_states", [])
+        sharded = state.flat(checkpoint.pop("state_dict"), [one.pop("sharded") for one in optimizers])
+        ours["optimizers"] = optimizers
         meta = b""
         if self._first:
             stream = io.BytesIO()
             torch.save(resume.plain({**checkpoint, OURS: ours}), stream)
             meta = stream.getvalue()
         if background:
-            sharded = _snapshot(sharded, self._staging)
+            sharded = self._staging.copy(sharded)
         return lambda: write_folder(sharded, meta, target, manifest, self._writing)
+
+    @torch.no_grad()
+    def take_memory(self, trainer: pl.Trainer) -> None:
+        """After the first step of a fit: the memory that saves in the background need, while training goes on."""
+        if self._has_room or not self.in_background:
+            return
+        self._has_room = True
+        callbacks = [c for c in trainer.checkpoint_callbacks if getattr(c, "save_top_k", 1)]
+        if not self.sharded or not callbacks:  # one file is gathered on rank 0, when it is saved
+            return
+        strategy: Any = trainer.strategy
+        full = not all(getattr(c, "save_weights_only", False) for c in callbacks)
+        optimizers = [strategy.optimizer_state(one)["sharded"] for one in (trainer.optimizers if full else [])]
+        self._staging.take_memory(state.flat(state.module_tensors(trainer.lightning_module), optimizers))
 
     def _prepare_file(
         self, checkpoint: dict[str, Any], ours: dict[str, Any], manifest: Manifest, target: Path, background: bool
@@ -148,7 +162,7 @@ class Saver:
             content = resume.plain({**checkpoint, OURS: {**ours, "manifest": manifest.as_dict(), "optimizers": named}})
             content["state_dict"] = tensors
             if background:
-                content = _snapshot(content, self._staging)
+                content = self._staging.copy(content)
         return lambda: write_file(content, target, self._writing)
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -363,22 +377,6 @@ class Saver:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value, group=self.group)
         return found
-
-
-def _snapshot(tree: Any, staging: dict[str, Tensor], place: str = "") -> Any:
-    """Tensors copied to the host, so that training may change them; into the memory of the last copy where it fits."""
-    if isinstance(tree, Pieces):
-        return Pieces(tree.shape, _snapshot(tree.local, staging, place), tree.box)
-    if isinstance(tree, Tensor):
-        kept = staging.get(place)
-        if kept is None or kept.shape != tree.shape or kept.dtype != tree.dtype:
-            kept = staging[place] = torch.empty_like(tree, device="cpu", memory_format=torch.contiguous_format)
-        return kept.copy_(tree.detach())
-    if isinstance(tree, Mapping):
-        return {key: _snapshot(value, staging, f"{place}.{key}") for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_snapshot(value, staging, f"{place}.{i}") for i, value in enumerate(tree))
-    return tree
 
 
 def _fill(tensor: Tensor, whole: Tensor) -> None:

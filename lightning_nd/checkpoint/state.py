@@ -93,6 +93,14 @@ def flat_optimizer(index: int, sharded: Mapping[str, Mapping[str, Any]]) -> dict
     return {f"optimizer_{index}.state.{n}.{key}": t for n, state in sharded.items() for key, t in state.items()}
 
 
+def flat(tensors: Mapping[str, Any], optimizers: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """What this rank writes of a model and the sharded states of its optimizers, as it goes into a checkpoint."""
+    found: dict[str, Any] = {"state_dict": pieces_of(without_aliases(tensors))}
+    for i, sharded in enumerate(optimizers):
+        found |= flat_optimizer(i, {name: pieces_of(state) for name, state in sharded.items()})
+    return found
+
+
 def numbered(state: OptimizerState, sharded: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
     """As ``Optimizer.state_dict()`` has it: parameters are numbered through the groups."""
     number = {name: i for i, name in enumerate(n for group in state["groups"] for n in group["params"])}

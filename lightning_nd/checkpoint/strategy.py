@@ -171,6 +171,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.saver.group)
         if flags[1]:
             self.saver.wait()
+        self.saver.take_memory(self._trainer())
         if flags[0] and not self._stopping:
             # Lightning looks at this when the batch is done, on every rank of the same one.
             self._stopping, self._asked_to_be_requeued = True, bool(flags[2])
