@@ -45,10 +45,13 @@ class Progress:
 
         Steps are told from 1 on: the one that is worked on, or the last one for what comes after it.
         """
-        self.phase, self.step = phase, (step := done + (phase in _OF_A_STEP))
+        self.phase, self.step = phase, done + (phase in _OF_A_STEP)
         if phase == "data":
             self.rows = self.longest = 0  # of the batch before
-        record = {"rank": self.rank, "host": socket.gethostname(), "step": step, "phase": phase, "time": time.time()}
+        self._write(time=time.time())
+
+    def _write(self, **more: Any) -> None:
+        record = {"rank": self.rank, "host": socket.gethostname(), "step": self.step, "phase": self.phase, **more}
         os.pwrite(self._file, json.dumps(record).ljust(_RECORD).encode(), 0)
 
     def see(self, batch: Any) -> None:
@@ -107,31 +110,39 @@ class Progress:
         ]
 
     def _who_is_behind(self) -> list[str]:
-        found = [_read(path) for path in sorted(self.folder.glob("progress-*.json"))]
+        # Others that wait in vain will find out in this moment too; those that say nothing are the ones waited for.
+        self._write(time=time.time(), waits=True)
+        if self.line is not None:
+            self.line.wait_in_vain()
+        time.sleep(1)
         # Not those that an earlier run has left here.
-        by_rank = {r["rank"]: r for r in found if r is not None and r["time"] > self._started - 120}
+        by_rank = {r["rank"]: r for r in read_all(self.folder) if r["time"] > self._started - 120}
         for heard in self.line.records() if self.line is not None else []:
             by_rank.setdefault(heard["rank"], heard)  # of hosts that do not share the folder
-        records = list(by_rank.values())
-        if len(records) < 2:
+        if len(by_rank) < 2:
             return ["A collective timed out; only this rank's progress can be seen from here."]
-
-        def place(record: dict[str, Any]) -> tuple[int, int]:
-            return int(record["step"]), PHASES.index(record["phase"])
-
-        last = min(map(place, records))
-        behind = [r for r in records if place(r) == last]
-        lines = ["A collective timed out: some rank did not join it."]
-        for record in behind[:8]:
-            age = time.time() - record["time"]
-            lines.append(
-                f"Behind: rank {record['rank']} on {record['host']}, since {age:.0f} s at step {record['step']},"
-                f" {record['phase']}"
-            )
-        return lines
+        return ["A collective timed out: some rank did not join it.", *who_is_behind(list(by_rank.values()))]
 
     def _path(self, rank: int) -> Path:
         return _file_of(self.folder, rank)
+
+
+def who_is_behind(records: list[dict[str, Any]]) -> list[str]:
+    """One line for each of the ranks that have come least far, at most eight; not of those that wait for others."""
+    records = [r for r in records if not r.get("waits")] or records
+
+    def place(record: dict[str, Any]) -> tuple[int, int]:
+        return int(record["step"]), PHASES.index(record["phase"])
+
+    last = min(map(place, records))
+    lines = []
+    for record in [r for r in records if place(r) == last][:8]:
+        age = time.time() - record["time"]
+        lines.append(
+            f"Behind: rank {record['rank']} on {record['host']}, since {age:.0f} s at step {record['step']},"
+            f" {record['phase']}"
+        )
+    return lines
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -143,6 +154,11 @@ def lost_a_peer(error: BaseException) -> bool:
 def read_progress(folder: Path, rank: int) -> dict[str, Any] | None:
     """What a rank is doing (``rank``, ``host``, ``step``, ``phase``, ``time``); None once its run is over."""
     return _read(_file_of(folder, rank))
+
+
+def read_all(folder: Path) -> list[dict[str, Any]]:
+    """What all ranks are doing that write into a folder, in their order."""
+    return [found for path in sorted(folder.glob("progress-*.json")) if (found := _read(path)) is not None]
 
 
 def _file_of(folder: Path, rank: int) -> Path:

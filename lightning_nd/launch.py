@@ -32,7 +32,7 @@ from typing_extensions import override
 from lightning_nd.callbacks.foreign import check_callbacks
 from lightning_nd.checkpoint.last import settle
 from lightning_nd.devices import tasks_per_node
-from lightning_nd.faults import Progress, lost_a_peer, read_progress
+from lightning_nd.faults import Progress, lost_a_peer, read_all, read_progress, who_is_behind
 from lightning_nd.mesh import Degree, ParallelDims
 from lightning_nd.nodes import choose_interface, connect, meet_again
 
@@ -43,7 +43,12 @@ _PARENT = "LIGHTNING_ND_PARENT"
 _STARTED_AT = "LIGHTNING_ND_STARTED_AT"
 #: 128 + SIGTERM, what a shell reports of a process that the signal has ended.
 PREEMPTED = 143
+_EQUAL = (
+    "Where ranks take different numbers of batches, the one with more waits for the others: give every data rank the"
+    " same number, and set trainer.should_stop on all ranks or on none."
+)
 _GRACE = 8.0  # seconds that the other ranks get to fail on their own before they are killed
+_ALIVE, _HUNG = "alive", 5.0  # a file that rank 0 touches; after so many seconds without it, it is taken for hung
 
 
 def process_manager(environ: Mapping[str, str]) -> Literal["torchrun", "slurm", "local"]:
@@ -285,13 +290,15 @@ class LocalLauncher(_SubprocessScriptLauncher):
             if trainer is not None:
                 trainer.strategy.on_exception(error)  # adds what the strategy knows, for the report
             elsewhere = self._report(error, trainer)
+            if is_child() and lost_a_peer(error):
+                _end_hung_parent()
             if elsewhere is not None:
                 self._end_children()
                 if is_child():
                     raise SystemExit(1) from None
                 raise RankFailedError(elsewhere) from None
             if self.procs:
-                silent = self._end_children()
+                silent = self._end_children(lost_a_peer(error))
                 first = _first_report()
                 if silent is not None:
                     raise RankFailedError(silent) from None
@@ -325,8 +332,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
                 log.debug("could not write %s", path)
         return elsewhere
 
-    def _end_children(self) -> str | None:
-        """Wait for the children, kill those that hang; words for one that died without a report."""
+    def _end_children(self, lost_a_peer: bool = False) -> str | None:
+        """Wait for the children, kill those that hang; words for one that died, or left early, without a report."""
         deadline, silent = time.monotonic() + _GRACE, None
         for rank, process in enumerate(self.procs, 1):
             try:
@@ -338,6 +345,11 @@ class LocalLauncher(_SubprocessScriptLauncher):
             report = Path(os.environ[_REPORTS]) / f"{rank}.txt"
             if process.returncode and not report.exists() and silent is None:
                 silent = self._ended(rank, process.returncode)
+            elif process.returncode == 0 and lost_a_peer and silent is None:
+                silent = (
+                    f"rank {self._first_rank() + rank} on {socket.gethostname()} has ended without an error while rank"
+                    f" 0 goes on. {_EQUAL}"
+                )
         return silent
 
     def _wait_for_children(self) -> None:
@@ -368,8 +380,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
         sys.stdout.flush()
         print(
             (f"\n{first.read_text()}" if first else "") + "\nrank 0 has ended without an error, but "
-            f"{' '.join(found)}\nIf ranks read different numbers of batches, the one with more waits for the others:"
-            " give every data rank the same number.",
+            f"{' '.join(found)}\n{_EQUAL}",
             file=sys.stderr,
             flush=True,
         )
@@ -380,7 +391,10 @@ class LocalLauncher(_SubprocessScriptLauncher):
         record = read_progress(Path(os.environ[_REPORTS]), self._first_rank() + child)
         where = f" at step {record['step']} ({record['phase']})" if record is not None else ""
         rank = self._first_rank() + child
-        return f"rank {rank} on {socket.gethostname()} ended with {_exit_words(code)}{where}."
+        words = f"rank {rank} on {socket.gethostname()} ended with {_exit_words(code)}{where}."
+        if code == -signal.SIGABRT and len(records := read_all(Path(os.environ[_REPORTS]))) > 1:
+            words += "\n" + "\n".join(who_is_behind(records))  # how NCCL ends a rank that has waited for too long
+        return words
 
     def _first_rank(self) -> int:
         return int(self.cluster_environment.node_rank()) * self.num_processes
@@ -388,7 +402,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
     def _watch_children(self) -> None:
         """End the job when a child is gone and rank 0 does not notice, because it waits in a collective."""
         while True:
-            time.sleep(0.5)
+            _beat(0.5)
             codes = [process.poll() for process in self.procs]
             if self.preempted:
                 codes = [0 if code == PREEMPTED else code for code in codes]
@@ -397,7 +411,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
             failed = next((i for i, code in enumerate(codes) if code), None)
             if failed is None:
                 continue
-            time.sleep(_GRACE + 2)  # rank 0 normally fails by itself now and reports
+            _beat(_GRACE + 2)  # rank 0 normally fails by itself now and reports
             for process in self.procs:
                 process.kill()
             first = _first_report()
@@ -406,6 +420,31 @@ class LocalLauncher(_SubprocessScriptLauncher):
             sys.stdout.flush()
             print(f"\n{text}", file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def _beat(seconds: float) -> None:
+    """Wait, and show the children that this process lives."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            Path(os.environ[_REPORTS], _ALIVE).touch()
+        time.sleep(0.5)
+
+
+def _end_hung_parent() -> None:
+    """End rank 0 if no thread of it runs any more: stopped, or in code that never returns. Nobody else would."""
+    alive, deadline = Path(os.environ[_REPORTS], _ALIVE), time.monotonic() + _HUNG
+    seen: set[int] = set()
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            seen.add(alive.stat().st_mtime_ns)
+        if len(seen) != 1:
+            return
+        time.sleep(0.2)
+    if (report := _first_report()) is not None:
+        print(f"\n{report.read_text()}\nrank 0 does nothing any more and is ended.", file=sys.stderr, flush=True)
+    os.kill(int(os.environ[_PARENT]), signal.SIGKILL)
+    os._exit(1)
 
 
 def _end_now(words: str) -> None:

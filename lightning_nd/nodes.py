@@ -171,6 +171,10 @@ class Line:
         self._send({"failed": self.story})
         return told
 
+    def wait_in_vain(self) -> None:
+        """Tell that this rank has waited for others for too long."""
+        self._send({"waits": True})
+
     def close(self) -> None:
         """At the end of a run: what ends from now on is no failure."""
         self._closing = True

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -67,7 +68,15 @@ class CheckpointedStrategy(ModelParallelStrategy):
                 world_size=self.world_size,
                 timeout=self._timeout,
             )
-        super()._setup_distributed()
+        # What `timeout` limits is waiting for a rank that hangs; one may be slow to start.
+        first, wanted = not dist.is_initialized(), self._timeout
+        self._timeout = max(wanted or default_pg_timeout, default_pg_timeout)
+        try:
+            super()._setup_distributed()
+        finally:
+            self._timeout = wanted
+        if first and wanted is not None and wanted != default_pg_timeout:
+            dist.distributed_c10d._set_pg_timeout(wanted)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,140 @@
+"""A rank that is killed or hangs, in a user's own processes: the job ends, says why, and leaves nothing behind.
+
+Reported elsewhere: E01 (others wait, the failing rank hangs at exit), E02 (nobody can tell who is behind).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCALE = float(os.environ.get("TEST_TIMEOUT_SCALE", "1"))
+TIMEOUT = 8  # s, of collectives
+SCRIPT = """
+import ctypes, os, signal, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_nd import NDStrategy
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch, index):
+        return self.net(batch).sum()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(40, 8), batch_size=2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+class Fault(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 3 and trainer.global_rank == {rank}:
+            Path("fault").write_text(os.environ.get("MASTER_PORT", "0"))
+            {fault}
+
+trainer = Trainer(accelerator="cpu", devices=2, strategy=NDStrategy(dp_shard=2, timeout=timedelta(seconds={timeout})),
+                  max_steps=20, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                  enable_model_summary=False, callbacks=[Fault()])
+trainer.fit(Module())
+"""
+FAULTS = {
+    "killed": (1, "os.kill(os.getpid(), signal.SIGKILL)"),
+    "hangs": (1, "time.sleep(1000)"),
+    "rank-0-hangs": (0, "ctypes.PyDLL(None).sleep(1000)"),  # in C, with the interpreter's lock: no thread runs
+    "stops-alone": (1, "trainer.should_stop = True"),
+    "torchrun-hangs": (1, "time.sleep(1000)"),
+}
+
+
+@dataclass
+class Ended:
+    """How a job ended."""
+
+    code: int
+    seconds: float  # after the fault
+    said: str
+    left: list[str]
+    listens: bool
+
+
+def job(folder: Path, name: str) -> Ended:
+    """Run the script with one of the faults."""
+    rank, fault = FAULTS[name]
+    (folder / "train.py").write_text(SCRIPT.format(rank=rank, fault=fault, timeout=TIMEOUT))
+    keep = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
+    environ = {**keep, "PYTHONPATH": os.pathsep.join([str(ROOT), keep.get("PYTHONPATH", "")]), "PYTHONHASHSEED": "0"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--monitor-interval=0.5"]
+    command = [sys.executable, *(torchrun if name.startswith("torchrun") else []), str(folder / "train.py")]
+    with (folder / "said").open("w") as file:
+        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=file, stderr=file)
+    try:
+        code = process.wait(timeout=100 * SCALE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = 0
+    began = (folder / "fault").stat().st_mtime if (folder / "fault").exists() else 0.0
+    seconds = time.time() - began
+    time.sleep(2.5)  # children look for their parent once a second
+    left = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text()
+        except OSError:
+            continue
+        if str(folder) in words:
+            left.append(words)
+            os.kill(int(path.parent.name), signal.SIGKILL)
+    with socket.socket() as probe:
+        listens = probe.connect_ex(("127.0.0.1", int((folder / "fault").read_text() or 0))) == 0
+    return Ended(code, seconds, (folder / "said").read_text(), left, listens)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """All of them at once: most of the time they wait."""
+    found: dict[str, Ended] = {}
+    folders = {name: tmp_path_factory.mktemp(name) for name in FAULTS}
+    threads = [
+        threading.Thread(target=lambda name=name: found.update({name: job(folders[name], name)}))  # type: ignore[misc]
+        for name in FAULTS
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_job_ends_says_why_and_leaves_nothing(ended: dict[str, Ended], name: str) -> None:
+    found = ended[name]
+    assert found.code != 0, found.said
+    bound = 30 if "hang" not in name else TIMEOUT + 30
+    assert found.seconds < bound * SCALE, found.said
+    assert found.left == []
+    assert not found.listens
+    expected = {
+        "killed": r"rank 1 on \S+ ended with signal SIGKILL \(often: out of memory\) at step 4 \(data\)\.",
+        "hangs": r"Behind: rank 1 on \S+, since \d+ s at step 4, data",
+        "rank-0-hangs": r"Behind: rank 0 on \S+, since \d+ s at step 4, data",
+        "stops-alone": r"rank 1 on \S+ has ended without an error.*give every data rank the same number",
+        "torchrun-hangs": r"Behind: rank 1 on \S+, since \d+ s at step 4, data",
+    }
+    assert re.search(expected[name], found.said, re.DOTALL), found.said[-3000:]
