@@ -131,7 +131,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     os.environ["POOL_SHARED_FOLDER"], os.environ["SOAK_LOG"] = str(folder), str(folder / "log")
     rows, saved, record = write_rows(folder / "rows.jsonl"), folder / "saved", folder / "record.jsonl"
-    resumed, lost, kinds = 0, 0, {"one": 0, "all": 0}
+    resumed, lost, saving, kinds = 0, 0, 0, {"one": 0, "all": 0}
     began = time.monotonic()
     for cycle in range(given.cycles):
         degrees, options = draw.choice(LAYOUTS), draw.choice(FORMATS)
@@ -169,6 +169,7 @@ def main() -> None:
         for child in children if kind == "all" else [draw.choice(children)]:
             os.kill(child, signal.SIGKILL)
         end(children, grace=15)
+        saving += any(path.name.startswith(".") for path in saved.iterdir())  # what is half-written has such a name
         first = json.loads(record.read_text().splitlines()[len(lines)])["step"]
         resumed += 1
         if first != before + 1:
@@ -200,7 +201,8 @@ def main() -> None:
     ]
     took = time.monotonic() - began
     print(
-        f"{resumed} cycles in {took:.0f} s ({kinds['one']} with one rank killed, {kinds['all']} with all),"
+        f"{resumed} cycles in {took:.0f} s ({kinds['one']} with one rank killed, {kinds['all']} with all;"
+        f" {saving} in the midst of saving),"
         f" {last} steps: {lost} cycles lost a complete checkpoint,"
         f" {len(wrong)} steps differ from the run that nobody killed" + (f" (first: {wrong[0]})" if wrong else "")
     )

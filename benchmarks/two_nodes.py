@@ -191,7 +191,8 @@ def launch(how: str, nodes: tuple[Node, Node], layout: str, folder: Path, **vari
     """Start the job on both nodes; the processes that a user would have started, node by node.
 
     Args:
-        how: ``torchrun``; ``lightning``, which starts a node's ranks from one process; or ``hand``, rank by rank.
+        how: ``torchrun``; ``restarts``, the same with ``--max-restarts``; ``lightning``, which starts a node's ranks
+            from one process; or ``hand``, rank by rank.
     """
     script = [str(Path(__file__).resolve()), "--train", layout, "--folder", str(folder)]
     main = {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(PORT), **variables}
@@ -200,6 +201,13 @@ def launch(how: str, nodes: tuple[Node, Node], layout: str, folder: Path, **vari
         if how == "torchrun":
             options = f"--nnodes=2 --nproc_per_node={PER_NODE} --node_rank={node.number}".split()
             options += [f"--master_addr={nodes[0].address}", f"--master_port={PORT}"]
+            started.append(
+                node.start([sys.executable, "-m", "torch.distributed.run", *options, *script], folder, variables)
+            )
+        elif how == "restarts":
+            options = f"--nnodes=2 --nproc_per_node={PER_NODE} --max-restarts=2 --monitor-interval=0.5".split()
+            options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}:{PORT}", "--rdzv-id=job"]
+            options += [f"--local-addr={node.address}"]
             started.append(
                 node.start([sys.executable, "-m", "torch.distributed.run", *options, *script], folder, variables)
             )
@@ -266,7 +274,7 @@ def lose_a_node(
     nodes[1].kill() if by == "kill" else nodes[1].pull_the_cable()
     seconds = wait_until(lambda: all(p.poll() is not None for p in here), patience, "the first node goes on waiting")
     with contextlib.suppress(TimeoutError):  # children look for their parent once a second
-        wait_until(lambda: not nodes[0].living(), 5, "processes are left")
+        wait_until(lambda: not nodes[0].living() and not nodes[0].listening(), 5, "processes or ports are left")
     return Loss(seconds, [p.returncode for p in here], said(here), nodes[0].living(), nodes[0].listening())
 
 
@@ -280,6 +288,31 @@ def finish(how: str, nodes: tuple[Node, Node], layout: str, folder: Path) -> Non
     wait_until(lambda: all(process.poll() is not None for process in started), 240, "the resumed job does not end")
     if any(process.returncode for process in started):
         raise RuntimeError(f"the resumed job failed:\n{said(started)[-6000:]}")
+
+
+def lose_a_rank(nodes: tuple[Node, Node], layout: str, folder: Path) -> float:
+    """Kill one rank of the second node under ``--max-restarts``; the job starts anew on both and ends well.
+
+    Returns:
+        Seconds until a step is done again.
+
+    Raises:
+        RuntimeError: it ended with an error, or nothing was lost.
+    """
+    started = launch("restarts", nodes, layout, folder, STEP_TAKES="0.5")
+    saved = folder / "saved" / f"step-{SAVE_AT[0]}.ckpt"
+    wait_until(lambda: len(steps_done(folder)) >= SAVE_AT[0] + 1 and saved.exists(), 240, "the job is not under way")
+    victim = next(p for p in nodes[1].living() if b"LOCAL_RANK=1" in Path(f"/proc/{p}/environ").read_bytes())
+    file = folder / "record.jsonl"
+    os.kill(victim, signal.SIGKILL)
+    lines = len(file.read_text().splitlines())
+    again = wait_until(lambda: len(file.read_text().splitlines()) > lines + 1, 240, "it does not go on")
+    wait_until(lambda: all(process.poll() is not None for process in started), 240, "the job does not end")
+    if any(process.returncode for process in started):
+        raise RuntimeError(f"the restarted job failed:\n{said(started)[-6000:]}")
+    if len(file.read_text().splitlines()) == STEPS:
+        raise RuntimeError("no step was done twice: the rank was killed too late")
+    return again
 
 
 def one_process(folder: Path) -> dict[int, dict[str, Any]]:
@@ -332,7 +365,7 @@ def main() -> None:
                     with two_nodes() as nodes:
                         finish(how, nodes, layout, folder)
                     worst = largest_difference(steps_done(folder), one_process(folder))
-                    ok = lost.seconds <= 30 and all(lost.codes) and not lost.left and worst <= 1e-5
+                    ok = lost.seconds <= 30 and all(lost.codes) and not lost.left and not lost.ports and worst <= 1e-5
                     print(
                         f"{name}: node 0 ended after {lost.seconds:.1f} s with {lost.codes}; {len(lost.left)} processes"
                         f" and {len(lost.ports)} ports left; resumed: losses differ by {worst:.1e}"
@@ -346,6 +379,26 @@ def main() -> None:
                 except (RuntimeError, TimeoutError, AssertionError) as error:
                     print(f"{name}: {error}  FAILED; logs in {folder}", flush=True)
                     failed = True
+    for layout in LAYOUTS:
+        name = f"restarts-{layout}"
+        if given.only and name not in given.only:
+            continue
+        folder = Path(tempfile.mkdtemp(prefix="nodes-"))
+        write_rows(folder / "rows.jsonl")
+        try:
+            with two_nodes() as nodes:
+                again = lose_a_rank(nodes, layout, folder)
+            worst = largest_difference(steps_done(folder), one_process(folder))
+            print(
+                f"{name}: one rank killed; a step was done again after {again:.1f} s; losses differ by {worst:.1e}"
+                f"{'' if worst <= 1e-5 else '  FAILED'}",
+                flush=True,
+            )
+            failed |= worst > 1e-5
+            shutil.rmtree(folder)
+        except (RuntimeError, TimeoutError, AssertionError) as error:
+            print(f"{name}: {error}  FAILED; logs in {folder}", flush=True)
+            failed = True
     sys.exit(failed)
 
 

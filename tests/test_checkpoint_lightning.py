@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -19,7 +21,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from pool import Pool, WorkerError, tiny_trainer
-from resuming import SaveAt, Trained, make_data, run
+from resuming import SaveAt, Trained, make_data, plain, run
 from tiny import TEMPLATE, tiny_tokenizer
 
 from lightning_nd import NDStrategy, load_from_checkpoint
@@ -138,11 +140,25 @@ def test_what_differs_is_said(
         pool.run(resume, 2, rows, str(made / name / "step-2.ckpt"), kind, data)
 
 
-def test_a_schedule_that_is_added_or_left_out(pool: Pool, rows: str, made: Path, tmp_path: Path) -> None:
+def test_a_schedule_that_is_left_out(pool: Pool, rows: str, made: Path) -> None:
     ckpt = str(made / "sharded" / "step-2.ckpt")
     last = Contents.of(Path(ckpt)).rest()["lightning_nd"]["optimizers"][0]["groups"][0]["lr"]
     assert pool.run(resume, 2, rows, ckpt, Constant) == [[last] * 4] * 2
     assert "WarmupDecay is not used any more" in pool.output(0)
+
+
+def without_schedule(rank: int, world: int, rows: str, folder: str) -> None:
+    callbacks = [SaveAt(folder, (2,))]
+    limits = {**SHORT, "max_steps": 2, "gradient_clip_val": 1.0}
+    trainer = tiny_trainer(rank, world, NDStrategy(dp_shard=world), callbacks=callbacks, **limits)
+    trainer.fit(Constant(), make_data(rows, world, 1))
+
+
+def test_a_schedule_that_is_added_starts_at_its_beginning(pool: Pool, rows: str, tmp_path: Path) -> None:
+    pool.run(without_schedule, 2, rows, str(tmp_path))
+    beginning = plain(rows, max_steps=4).rates
+    assert pool.run(resume, 2, rows, str(tmp_path / "step-2.ckpt"), Trained) == [beginning] * 2
+    assert "WarmupDecay starts at its beginning, at step 2" in pool.output(0)
 
 
 def save_weights(rank: int, world: int, rows: str, folder: str) -> None:
@@ -202,23 +218,22 @@ def test_objects_need_weights_only_false(pool: Pool, rows: str, tmp_path: Path) 
 # -- callbacks --------------------------------------------------------------------------------------------------------
 
 
-def with_callback(rank: int, world: int, rows: str, folder: str, make: str) -> str:
-    callbacks: dict[str, Any] = {
-        "swa": lambda: StochasticWeightAveraging(1e-2),
-        "ema": lambda: WeightAveraging(),
-        "throughput": lambda: ThroughputMonitor(lambda batch: len(batch["input_ids"])),
-    }
-    callback = callbacks[make]()
-    logger = MetricsLog(folder, name="", version="") if make == "throughput" else False
-    limits = {"max_steps": 3, "logger": logger, "log_every_n_steps": 1}
-    story = run(rank, world, rows, folder, {"dp_shard": 1, "tp": 2}, trainer=limits, callbacks=[callback])
-    return str(len(story.losses))
+def with_throughput(rank: int, world: int, rows: str, folder: str) -> int:
+    callback = ThroughputMonitor(lambda batch: len(batch["input_ids"]))
+    limits = {"max_steps": 3, "logger": MetricsLog(folder, name="", version=""), "log_every_n_steps": 1}
+    degrees = {"dp_shard": 1, "tp": 2}
+    return len(run(rank, world, rows, folder, degrees, trainer=limits, callbacks=[callback]).losses)
 
 
-@pytest.mark.parametrize("name", ["swa", "ema"])
-def test_averaging_callbacks_are_refused(pool: Pool, rows: str, name: str, tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="copies the module before it is sharded"):
-        pool.run(with_callback, 2, rows, str(tmp_path), name)
+@pytest.mark.parametrize(
+    "callback",
+    [StochasticWeightAveraging(1e-2), WeightAveraging(), EMAWeightAveraging()],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_averaging_callbacks_are_refused(callback: Any, rows: str) -> None:
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=NDStrategy(), callbacks=[callback], logger=False)
+    with pytest.raises(ValueError, match=f"{type(callback).__name__} copies the module before it is sharded"):
+        trainer.fit(Trained(), make_data(rows, 1, 1))
 
 
 def searched(rank: int, world: int, rows: str, folder: str) -> tuple[list[float], list[float]]:
@@ -239,7 +254,7 @@ def test_the_learning_rate_finder_leaves_the_run_as_it_was(pool: Pool, rows: str
 
 
 def test_throughput_monitor_is_warned_of(pool: Pool, rows: str, tmp_path: Path) -> None:
-    assert pool.run(with_callback, 2, rows, str(tmp_path), "throughput") == ["3", "3"]
+    assert pool.run(with_throughput, 2, rows, str(tmp_path)) == [3, 3]
     assert "2 times too high" in pool.output(0)
 
 

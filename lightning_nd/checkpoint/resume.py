@@ -228,13 +228,13 @@ def check_recipe(manifest: Manifest, trainer: pl.Trainer) -> None:
         )
 
 
-def check_schedulers(saved: Mapping[str, Any], trainer: pl.Trainer, states: list[Any]) -> list[Any]:
-    """The states for the schedulers that there are now.
+def check_schedulers(manifest: Manifest, trainer: pl.Trainer, states: list[Any]) -> list[Any]:
+    """The states for the schedulers that there are now; those that are new start with their first rates.
 
     Raises:
         CheckpointError: a scheduler is of another kind than the saved one.
     """
-    then = saved.get("must", {}).get("lr_schedulers", [])
+    then = manifest.recipe.get("must", {}).get("lr_schedulers", [])
     now = [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs]
     for a, b in zip(then, now, strict=False):
         if a != b:
@@ -244,9 +244,13 @@ def check_schedulers(saved: Mapping[str, Any], trainer: pl.Trainer, states: list
                 " lightning-nd export --checkpoint ..., then fit from that folder."
             )
     if len(now) > len(then):
+        for config in trainer.lr_scheduler_configs[len(then) :]:  # not the rates that the checkpoint has left
+            scheduler = config.scheduler
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
         rank_zero_warn(
             f"NDStrategy: the checkpoint has no learning rate schedule; {', '.join(now[len(then) :])} starts at its"
-            f" beginning, at step {trainer.global_step}."
+            f" beginning, at step {manifest.step}."
         )
     elif len(then) > len(now):
         rank_zero_warn(

@@ -248,7 +248,7 @@ class Saver:
             return rest
         ours = rest.get(OURS, {})
         if manifest is not None and "lr_schedulers" in rest:
-            rest["lr_schedulers"] = resume.check_schedulers(manifest.recipe, trainer, rest["lr_schedulers"])
+            rest["lr_schedulers"] = resume.check_schedulers(manifest, trainer, rest["lr_schedulers"])
         if "random" in ours and manifest is not None:
             same = manifest.layout == self.layout and manifest.world_size == dist.get_world_size()
             self._random = resume.state_of_rank(ours["random"], dist.get_rank(), same)
