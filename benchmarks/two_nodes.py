@@ -207,7 +207,8 @@ def launch(how: str, nodes: tuple[Node, Node], layout: str, folder: Path, **vari
         elif how == "restarts":
             options = f"--nnodes=2 --nproc_per_node={PER_NODE} --max-restarts=2 --monitor-interval=0.5".split()
             options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}:{PORT}", "--rdzv-id=job"]
-            options += [f"--local-addr={node.address}"]
+            # it would look up the name of the host to see whose store it is
+            options += [f"--local-addr={node.address}", f"--rdzv-conf=is_host={int(node.number == 0)}"]
             started.append(
                 node.start([sys.executable, "-m", "torch.distributed.run", *options, *script], folder, variables)
             )
@@ -301,7 +302,13 @@ def lose_a_rank(nodes: tuple[Node, Node], layout: str, folder: Path) -> float:
     """
     started = launch("restarts", nodes, layout, folder, STEP_TAKES="0.5")
     saved = folder / "saved" / f"step-{SAVE_AT[0]}.ckpt"
-    wait_until(lambda: len(steps_done(folder)) >= SAVE_AT[0] + 1 and saved.exists(), 240, "the job is not under way")
+
+    def under_way() -> bool:
+        if any(process.poll() is not None for process in started):
+            raise RuntimeError(f"the job has ended:\n{said(started)[-6000:]}")
+        return len(steps_done(folder)) >= SAVE_AT[0] + 1 and saved.exists()
+
+    wait_until(under_way, 240, "the job is not under way")
     victim = next(p for p in nodes[1].living() if b"LOCAL_RANK=1" in Path(f"/proc/{p}/environ").read_bytes())
     file = folder / "record.jsonl"
     os.kill(victim, signal.SIGKILL)
