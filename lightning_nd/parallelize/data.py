@@ -20,6 +20,9 @@ from lightning_nd.quantized import is_quantized
 
 log = logging.getLogger(__name__)
 
+#: How much larger padding may make a parameter before another dim is split.
+MOST_PADDING = 1.25
+
 
 @dataclass(frozen=True)
 class ShardingOptions:
@@ -78,7 +81,7 @@ def shard_placement(parameter: torch.Tensor, ranks: int) -> Shard | None:
     if isinstance(parameter, DTensor):
         local = parameter._local_tensor
         taken = {getattr(p, "dim", 0) % local.dim() for p in parameter.placements if not isinstance(p, Replicate)}
-    if local.dim() < 2 or -(-local.shape[0] // ranks) * ranks <= 1.25 * local.shape[0]:
+    if local.dim() < 2 or -(-local.shape[0] // ranks) * ranks <= MOST_PADDING * local.shape[0]:
         return None
     even = [dim for dim in range(1, local.dim()) if dim not in taken and local.shape[dim] % ranks == 0]
     return Shard(max(even, key=lambda dim: local.shape[dim])) if even else None

@@ -67,10 +67,16 @@ def ask(config: PretrainedConfig, name: str, precision: str, lora: LoRA | None =
         # grouped products exist in bf16 only, on meta too: count so, and twice the bytes
         facts = facts_of(build(config, "bf16-true", lora), name)
         blocks = tuple(
-            replace(b, saved=b.saved + b.saved, kept=b.kept + b.kept, traffic=b.traffic + b.traffic)
+            replace(
+                b,
+                saved=b.saved + b.saved,
+                kept=b.kept + b.kept,
+                traffic=b.traffic + b.traffic,
+                working=b.working.doubled(),
+            )
             for b in facts.blocks
         )
-        return replace(facts, blocks=blocks, width=4), refusals(model)
+        return replace(facts, blocks=blocks, tail=facts.tail.doubled(), width=4), refusals(model)
     return facts_of(model, name), refusals(model)
 
 

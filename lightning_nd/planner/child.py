@@ -41,6 +41,10 @@ def in_children(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> 
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise ChildError(f"dry run: {sys.platform} cannot copy a process (fork), which a simulation runs in.")
+    # what every copy would import for itself
+    import lightning_nd.planner.patches
+    import lightning_nd.planner.simulate  # noqa: F401
+
     context = multiprocessing.get_context("fork")
     started = []
     sys.stdout.flush()

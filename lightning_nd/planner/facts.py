@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from lightning_nd.parallelize.blocks import find_blocks
 from lightning_nd.parallelize.tensor import Split, describe_split
-from lightning_nd.planner.model import Attention, Block, ModelFacts, PerToken, Sizes
+from lightning_nd.planner.model import Attention, Block, ModelFacts, PerToken, Sizes, Working
+from lightning_nd.planner.working import watch
 
 NAME = "nd_planner"
 TOKENS = 509  # a prime, so that a tensor whose size it divides has a token dim
@@ -63,9 +65,11 @@ def facts_of(model: PreTrainedModel, name: str, tp_plan: Any = "auto") -> ModelF
                 record.saved(),
                 record.kept(),
                 record.traffic(),
-                _per_token([record.widest]),
+                recorder.working.get(path, Working()),
                 record.kernels,
-                _routed(config) if _experts(block) else 0,
+                _routed(config) if (experts := _experts(block)) else 0,
+                max(experts.values(), default=0),
+                sum((_sized(f"{path}.{n}", block.get_parameter(n).numel(), split) for n in experts), Sizes()),
             )
         ] += 1
         counted.update(id(p) for p in block.parameters())
@@ -78,6 +82,8 @@ def facts_of(model: PreTrainedModel, name: str, tp_plan: Any = "auto") -> ModelF
         head=head_sizes,
         rest=rest,
         blocks=tuple(replace(block, count=count) for block, count in groups.items()),
+        tail=recorder.tail,
+        scales_logits=recorder.scales_logits,
         trains_embedding=_trains(embedding),
         trains_head=_trains(head),
         trains_rest=any(p.requires_grad for p in model.parameters() if id(p) not in counted) or _trains_norm(model),
@@ -166,7 +172,6 @@ class _Record:
     products: list[tuple[int, str]] = field(default_factory=list)
     moved: Counter[str] = field(default_factory=Counter)
     kernels: int = 0
-    widest: tuple[int, str] = (0, "split")
 
     def saved(self) -> PerToken:
         return _per_token(self.tensors.values())
@@ -222,6 +227,13 @@ class _Recorder(TorchDispatchMode):
         self.weights = {p.untyped_storage()._cdata for p in model.parameters()}
         self.outside: set[int] = set()  # made before the blocks and kept once for all of them (rotary tables)
         self.held: list[Tensor] = []  # a freed storage's address could be taken for another
+        self.inputs: dict[str, tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = {}
+        self.last: list[tuple[nn.Module, Tensor]] = []  # modules that ran after the blocks so far, and their input
+        self.working: dict[str, Working] = {}
+        self.tail = Working()
+        self.is_watching = False
+        self.scales_logits = False
+        self.logits = TOKENS * int(model.config.get_text_config().vocab_size)
 
     def where(self, tensor: Tensor) -> str:
         if self.region is None:
@@ -262,12 +274,12 @@ class _Recorder(TorchDispatchMode):
                 inputs = [t for t in args if isinstance(t, Tensor)]
                 size = sum(t.numel() * t.element_size() for t in (*inputs, *tensors))
                 self.current.moved[self.where(tensors[0])] += size
-                if name == "mul" and len(inputs) == 2 and inputs[0].numel() == inputs[1].numel():
-                    product = (tensors[0].numel() * tensors[0].element_size(), self.where(tensors[0]))
-                    self.current.widest = max(self.current.widest, product)
             self.held += tensors
         else:
             made = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
+            name = func._schema.name.rpartition("::")[2]
+            if name not in (*_FREE, *_PRODUCTS, "_to_copy", "clone") and any(t.numel() == self.logits for t in made):
+                self.scales_logits = True
             self.outside |= {t.untyped_storage()._cdata for t in made}
             self.held += made
         return out
@@ -278,7 +290,11 @@ def _run(model: PreTrainedModel, split: Split) -> _Recorder:
     hooks = []
 
     def begin(path: str) -> Any:
-        def hook(*_: Any) -> None:
+        def hook(_: Any, args: Any, kwargs: Any) -> None:
+            hidden, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
+            more = {k: v for k, v in kwargs.items() if k != "hidden_states"}
+            recorder.inputs.setdefault(path, (hidden, rest, more))
+            recorder.last.clear()
             recorder.current = recorder.blocks.setdefault(path, _Record(width=next(model.parameters()).element_size()))
 
         return hook
@@ -298,16 +314,26 @@ def _run(model: PreTrainedModel, split: Split) -> _Recorder:
         recorder.region = None
 
     for path, block in find_blocks(model):
-        hooks += [block.register_forward_pre_hook(begin(path)), block.register_forward_hook(end)]
+        hooks.append(block.register_forward_pre_hook(begin(path), with_kwargs=True))
+        hooks.append(block.register_forward_hook(end))
         for key, child in block.named_children():
             if f"{path}.{key}" in split.regions or any(p.dim() > 1 for p in child.parameters()):
                 hooks.append(child.register_forward_pre_hook(enter(f"{path}.{key}"), with_kwargs=True))
                 hooks.append(child.register_forward_hook(leave))
 
+    def note_last(module: nn.Module, args: Any) -> None:
+        if recorder.current is None and args and isinstance(args[0], Tensor):
+            recorder.last.append((module, args[0]))
+
+    inside = {id(m) for _, block in find_blocks(model) for m in block.modules()}
+    for module in model.get_decoder().modules():
+        if id(module) not in inside and any(p.dim() == 1 for p in module.parameters(recurse=False)):
+            hooks.append(module.register_forward_pre_hook(note_last))
+
     def attend(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, sliding_window: int | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        if recorder.current is not None:
+        if recorder.current is not None and not recorder.is_watching:
             call = Attention(q.shape[1], k.shape[1], q.shape[3], v.shape[3], sliding_window)
             recorder.current.attention.append(call)
         return _Kept.apply(q, k, v).transpose(1, 2).contiguous(), None
@@ -318,7 +344,8 @@ def _run(model: PreTrainedModel, split: Split) -> _Recorder:
     tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     try:
         with saved_tensors_hooks(recorder.keep, lambda t: t), recorder:
-            model.get_decoder()(input_ids=tokens, use_cache=False)
+            model(input_ids=tokens, use_cache=False)
+        _watch(model, recorder)
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"plan: the activations of {type(model).__name__} cannot be counted without running it:"
@@ -329,6 +356,41 @@ def _run(model: PreTrainedModel, split: Split) -> _Recorder:
         for hook in hooks:
             hook.remove()
     return recorder
+
+
+def _watch(model: PreTrainedModel, recorder: _Recorder) -> None:
+    """Run one block of each kind, and what follows the blocks, alone."""
+    recorder.is_watching = True
+    known: dict[Any, Working] = {}
+    last = list(recorder.last)
+
+    def sized(path: str) -> Any:
+        return lambda name: _sized(f"{path}.{name}", 1, recorder.split)
+
+    for path, block in find_blocks(model):
+        record = recorder.blocks[path]
+        weights = dict(block.named_parameters())
+        shapes = tuple((n, p.shape, p.requires_grad) for n, p in weights.items())
+        kind = (type(block), shapes, record.saved(), tuple(record.attention))
+        if kind not in known:
+            hidden, rest, more = recorder.inputs[path]
+            held = [t for t in tree_leaves((rest, more)) if isinstance(t, Tensor)]
+
+            def call(x: Tensor, block: Any = block, rest: Any = rest, more: Any = more) -> Any:
+                return block(x, *rest, **more)
+
+            known[kind] = watch(call, hidden, recorder.where, weights, sized(path), held)
+        recorder.working[path] = known[kind]
+    if last:
+        modules = [module for module, _ in last]
+        weights = {f"{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters()}
+
+        def tail(x: Tensor) -> Any:
+            for module in modules:
+                x = module(x)
+            return x
+
+        recorder.tail = watch(tail, last[0][1], lambda _: "whole", weights, lambda _: Sizes(whole=1))
 
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -95,8 +95,13 @@ class Setting:
         return f"dp {d.dp_replicate}×{d.dp_shard} cp {d.cp} tp {d.tp}, batch {batch}, checkpointing {checkpointing}"
 
 
+def is_recomputed(checkpointing: Checkpointing, index: int) -> bool:
+    """Whether a block is recomputed, all of it or in parts."""
+    return checkpointing != "none" if isinstance(checkpointing, str) else index % checkpointing == 0
+
+
 def recomputed(checkpointing: Checkpointing, count: int, layers: int) -> float:
-    """How many of ``count`` blocks of a kind are recomputed whole, in a model of ``layers``."""
-    if checkpointing == "full":
-        return count
-    return 0 if isinstance(checkpointing, str) else -(-layers // checkpointing) * count / layers
+    """How many of ``count`` blocks of a kind are recomputed, all of them or in parts, in a model of ``layers``."""
+    if isinstance(checkpointing, str):
+        return 0 if checkpointing == "none" else count
+    return -(-layers // checkpointing) * count / layers

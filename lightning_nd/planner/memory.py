@@ -7,13 +7,14 @@ gathered parameters and those of the next one; in the backward pass also the red
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from lightning_nd.parallelize.data import MOST_PADDING
 from lightning_nd.planner.hardware import GIB
-from lightning_nd.planner.layout import Setting, Work, recomputed
-from lightning_nd.planner.model import Block, ModelFacts
+from lightning_nd.planner.layout import Setting, Work, is_recomputed, recomputed
+from lightning_nd.planner.model import Block, ModelFacts, Moment
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication")
 #: Reserved over live memory: the allocator's fragments, beside the context of CUDA and NCCL's buffers, in GiB.
@@ -98,18 +99,44 @@ class _Rank:
     def gathered(self, numel: float) -> float:
         return self.work.compute_bytes * numel
 
+    def unit(self, block: Block) -> float:
+        """Elements of a block's gathered parameters; FSDP2 pads experts to a multiple of the shards, within a limit."""
+        return block.parameters.on(self.tp) + (0.0 if self.later(block) else self.padded(block))
+
+    def padded(self, block: Block) -> float:
+        shards, experts = self.setting.shards, block.experts
+        return block.packed.on(self.tp) * (-(-experts // shards) * shards / experts - 1) if experts else 0.0
+
+    def later(self, block: Block) -> float:
+        """Elements of those that are split along a later dim, for which FSDP2 needs a copy (`shard_placement`)."""
+        packed = block.packed.on(self.tp)
+        return packed if self.padded(block) > (MOST_PADDING - 1) * packed else 0.0
+
     def saved(self, block: Block) -> float:
         """Kept from forward to backward, of all blocks of this kind."""
-        each = self.full(block)
-        if self.setting.checkpointing == "selective":
-            kept = block.kept.on(self.tp, self.work.sequence_parallel) * self.tokens
-            return block.count * (kept + self.stream)
         again = recomputed(self.setting.checkpointing, block.count, self.model.layers)
-        return again * self.stream + (block.count - again) * each
+        return again * self.kept(block, True) + (block.count - again) * self.kept(block, False)
+
+    def kept(self, block: Block, again: bool) -> float:
+        """Kept from forward to backward, of one block that is recomputed or not."""
+        if not again:
+            return self.full(block)
+        if self.setting.checkpointing == "selective":
+            return block.kept.on(self.tp, self.work.sequence_parallel) * self.tokens + self.stream
+        return self.stream
 
     def full(self, block: Block) -> float:
         """Kept of one block that is not checkpointed."""
         return block.saved.on(self.tp, self.work.sequence_parallel) * self.tokens + self.masked(block)
+
+    def most(self, moments: Sequence[Moment]) -> tuple[float, float]:
+        """Bytes of activations and of gradients at that of some moments at which their sum is largest."""
+
+        def parts(moment: Moment) -> tuple[float, float]:
+            activations = moment.activations.on(self.tp, self.work.sequence_parallel) * self.tokens
+            return activations, self.gathered(moment.gradients.on(self.tp))
+
+        return max(map(parts, moments), key=sum, default=(0.0, 0.0))
 
     def is_masked(self, block: Block) -> bool:
         """Whether torch's attention needs a mask: for a window, where the strategy's own (cp) does not run."""
@@ -149,13 +176,15 @@ def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[
     saved = sum(rank.saved(block) for block in model.blocks) + rank.mask
     largest = max(model.blocks, key=lambda block: block.parameters.on(tp))
     heaviest = max(model.blocks, key=rank.full)
-    unit, trained = largest.parameters.on(tp), largest.trainable.on(tp)
+    unit, trained, copied = rank.unit(largest), largest.trainable.on(tp), rank.gathered(rank.later(largest))
+    if largest.trainable.total:  # the buffer that gradients are reduced from is padded likewise
+        trained += unit - largest.parameters.on(tp)
     held = 0.0 if setting.reshard else rank.gathered(sum(b.count * b.parameters.on(tp) for b in model.blocks) - unit)
     head = (model.embedding if model.is_tied else model.head).on(tp)
     table = rank.gathered(head if model.is_tied else 0.0)  # a tied table is the root's, gathered for the whole pass
     is_split = shards > 1 or setting.dims.dp_replicate > 1
     # the norm after the last block, which sees whole rows on every tp rank, and the head's input
-    final = tokens * model.hidden * (4 + 2 * width if width == 2 else 2 * width)
+    final = tokens * model.tail.kept.total
     rotary = (
         2
         * width
@@ -163,19 +192,29 @@ def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[
         * work.length
         / setting.dims.cp
     )
-    whole = rank.saved(heaviest) / heaviest.count
-    unchecked = max(0.0, rank.full(heaviest) - whole)  # what recomputing a block adds
+    passes = heaviest.working
+    again = is_recomputed(setting.checkpointing, model.layers - 1)
+    forward, _ = rank.most(passes.checkpointed if again else passes.forward)
+    backward, products = rank.most(passes.backward)
+    backward += rank.masked(heaviest)
+    whole = rank.kept(heaviest, again)
 
     def moment(**parts: float) -> dict[str, float]:
         return {**state, "gradients": unreduced, **parts}
 
-    # the last block forward: its own tensors beside everything kept before
-    working = rank.full(heaviest) * (0.35 if unchecked else 0.0) + 3 * rank.stream
+    # the last block forward, beside everything kept before
     yield (
         "forward",
         moment(
-            activations=saved - (whole if unchecked else 0.0) + working + rotary,
+            activations=saved - (0.0 if setting.checkpointing == "selective" else whole) + forward + rotary,
             communication=held + table + 2 * rank.gathered(unit),
+        ),
+    )
+    yield (
+        "last block's gathering",
+        moment(
+            activations=saved - whole + rank.stream + rotary,
+            communication=held + table + 3 * rank.gathered(unit) + copied,
         ),
     )
     logits_forward, logits_backward, grads = _loss(model, rank, head)
@@ -203,59 +242,70 @@ def _moments(model: ModelFacts, setting: Setting, work: Work) -> Iterator[tuple[
                 gradients=unreduced,
             ),
         )
-    # that norm's backward, on whole rows in float32, while the head's gradient is reduced and a block gathered
-    if width == 2:
-        yield (
-            "last norm's backward",
-            moment(
-                activations=saved + 6 * 4 * model.hidden * tokens + rotary,
-                communication=held
-                + table
-                + rank.gathered(unit)
-                + (4 * head if trains_head and not model.is_tied else 0.0),
-                gradients=unreduced + work.weight_bytes * (0.0 if model.is_tied or not trains_head else head) / shards,
-            ),
-        )
+    # that norm's backward, while the head's gradient is reduced and a block gathered
+    yield (
+        "last norm's backward",
+        moment(
+            activations=saved + rank.most(model.tail.backward)[0] + rotary,
+            communication=held + table + rank.gathered(unit) + (4 * head if trains_head and not model.is_tied else 0.0),
+            gradients=unreduced + work.weight_bytes * (0.0 if model.is_tied or not trains_head else head) / shards,
+        ),
+    )
     # the last block's backward: all activations are there, and few gradients
-    # where the gated product goes back, its gradient and those of both factors are there, and itself is gone
-    temporary = 2 * rank.stream + 2 * heaviest.gated.on(tp, work.sequence_parallel) * tokens
-    product = rank.gathered(max(0.0, trained) / 3)
-    before = 4 * head if trains_head and not model.is_tied else 0.0
+    separate = head if trains_head and not model.is_tied else 0.0
+    reducing = 0.0 if unreduced else 4 * separate  # in place of what was accumulated
     pending = width * head if trains_head and model.is_tied else 0.0  # a tied head's gradient waits for the embedding's
+    reduced = work.weight_bytes * separate / shards
+    passing = held + table + (2 if setting.reshard and model.layers > 1 else 1) * rank.gathered(unit)
     yield (
         "first block's backward",
         moment(
-            activations=saved + unchecked + temporary + rotary,
-            communication=held
-            + table
-            + (2 if setting.reshard and model.layers > 1 else 1) * rank.gathered(unit)
-            + before,
-            gradients=unreduced
-            + product
-            + pending
-            + work.weight_bytes * (head if trains_head and not model.is_tied else 0) / shards,
+            activations=saved - whole + backward + (rank.stream if again else 0.0) + rotary,
+            communication=passing + reducing,
+            gradients=unreduced + products + pending + reduced,
         ),
     )
+    if model.layers > 1:
+        left = max(0.0, unreduced - 4 * (separate + trained))
+        reduced += work.weight_bytes * trained / shards
+        yield (
+            "second block's gathering",
+            moment(
+                activations=saved - whole + rank.stream + rotary,
+                communication=passing + copied + 4 * trained,
+                gradients=left + pending + reduced,
+            ),
+        )
+        behind = rank.kept(heaviest, is_recomputed(setting.checkpointing, model.layers - 2))
+        yield (
+            "second block's backward",
+            moment(
+                activations=saved - whole - behind + backward + (rank.stream if again else 0.0) + rotary,
+                communication=passing + 4 * trained,
+                gradients=left + products + pending + reduced,
+            ),
+        )
+    rows = model.embedding.on(tp)
+    reduced = gradient - work.weight_bytes * (trained + rows) / shards
+    embedded = 4 * rows if unreduced and model.trains_embedding else 0.0
     yield (
         "last block's backward",
         moment(
-            activations=rank.full(heaviest) + rank.mask + temporary + rotary,
-            communication=rank.gathered(unit) + table + 4 * trained,
-            gradients=unreduced
-            + product
-            + pending
-            + gradient
-            - work.weight_bytes * (trained + model.embedding.on(tp)) / shards,
+            activations=backward
+            + (rank.stream if is_recomputed(setting.checkpointing, 0) else 0.0)
+            + rank.mask
+            + rotary,
+            communication=rank.gathered(unit) + table + (4 * trained if model.layers > 1 else 0.0),
+            gradients=(4 * trained if unreduced else 0.0) + embedded + products + pending + reduced,
         ),
     )
     if model.trains_embedding:
-        rows = model.embedding.on(tp)
         yield (
             "embedding's gradient",
             moment(
                 activations=rank.stream,
                 communication=(4 + width) * rows + 4 * trained + table,
-                gradients=unreduced + gradient + width * rows,
+                gradients=embedded + gradient + width * rows,
             ),
         )
     # foreach kernels make one temporary of the size of the weights
@@ -273,7 +323,7 @@ def _loss(model: ModelFacts, rank: _Rank, head: float) -> tuple[float, float, fl
     trains = model.trains_head or (model.is_tied and model.trains_embedding)
     # a chunk's logits, in float32, their gradient; the gradients of tokens and weights, which wait for backward
     waiting = width * model.hidden * tokens
-    chunks = (2 * width + 4) * chunk * vocabulary
+    chunks = ((4 if model.scales_logits else 2) * width + 4) * chunk * vocabulary
     weights = 4 * head if trains else 0.0
     # at the end the weight's gradient is there in float32 and in the weight's dtype
     chunks = max(chunks, width * head if trains else 0.0)

@@ -58,8 +58,58 @@ class PerToken:
         """On one of ``tp`` ranks."""
         return self.split / tp + self.whole + self.residual / (tp if sequence_parallel else 1)
 
+    @property
+    def total(self) -> float:
+        """In one process."""
+        return self.split + self.whole + self.residual
+
     def __add__(self, other: PerToken) -> PerToken:
         return PerToken(self.split + other.split, self.whole + other.whole, self.residual + other.residual)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is live at one moment of a block's pass.
+
+    Attributes:
+        activations: bytes per token.
+        gradients: elements of gradients of its weights, in the dtype of compute.
+    """
+
+    activations: PerToken = field(default_factory=PerToken)
+    gradients: Sizes = field(default_factory=Sizes)
+
+    def is_within(self, other: Moment) -> bool:
+        """Whether ``other`` has no less of anything."""
+        mine, theirs = (
+            (a.split, a.whole, a.residual, g.split, g.whole, g.grouped)
+            for a, g in ((m.activations, m.gradients) for m in (self, other))
+        )
+        return all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+
+@dataclass(frozen=True)
+class Working:
+    """The largest moments of a block's passes: forward, forward when it is checkpointed, backward.
+
+    Its input counts from the start of the forward pass; backward begins with what is kept and the output's gradient.
+
+    Attributes:
+        kept: what is there after forward, its output among it.
+    """
+
+    forward: tuple[Moment, ...] = ()
+    checkpointed: tuple[Moment, ...] = ()
+    backward: tuple[Moment, ...] = ()
+    kept: PerToken = field(default_factory=PerToken)
+
+    def doubled(self) -> Working:
+        """With twice the bytes for each number."""
+
+        def twice(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+            return tuple(replace(m, activations=m.activations + m.activations) for m in moments)
+
+        return Working(twice(self.forward), twice(self.checkpointed), twice(self.backward), self.kept + self.kept)
 
 
 @dataclass(frozen=True)
@@ -106,9 +156,10 @@ class Block:
         saved: kept for the backward pass without checkpointing.
         kept: what selective checkpointing keeps, beside the block's input.
         traffic: bytes read and written forward by all that is no matrix product and no attention.
-        gated: the widest product of two activations, which an MLP makes of its gate and its values.
+        working: what is live while it runs.
         kernels: operations launched forward.
         routed: experts that a token goes to; 0 in a dense block.
+        experts, packed: experts of a block, and their parameters: one tensor of all experts each.
     """
 
     count: int
@@ -120,9 +171,11 @@ class Block:
     saved: PerToken
     kept: PerToken
     traffic: PerToken
-    gated: PerToken = field(default_factory=PerToken)
+    working: Working = field(default_factory=Working)
     kernels: int = 40
     routed: int = 0
+    experts: int = 0
+    packed: Sizes = field(default_factory=Sizes)
 
     @property
     def parameters(self) -> Sizes:
@@ -141,6 +194,8 @@ class ModelFacts:
         embedding, head: parameters; the head's are 0 when it is tied to the embedding.
         rest: parameters outside blocks, embedding and head.
         blocks: the kinds of blocks.
+        tail: what follows the blocks and precedes the head (a norm), which sees whole rows on every tp rank.
+        scales_logits: something stands between the head's product and the logits.
         trains_embedding, trains_head: whether these have gradients.
         max_length: longest sequence that the config names; ``None`` if it names none.
         width: bytes of a number in compute.
@@ -153,6 +208,8 @@ class ModelFacts:
     head: Sizes
     rest: Sizes
     blocks: tuple[Block, ...]
+    tail: Working = field(default_factory=Working)
+    scales_logits: bool = False
     trains_embedding: bool = True
     trains_head: bool = True
     trains_rest: bool = True

@@ -164,8 +164,9 @@ def step_time(
     width = work.compute_bytes
     for block in model.blocks:
         forward, backward = _block(model, block, setting, work, cluster, k, fp8)
-        again = recomputed(setting.checkpointing, block.count, model.layers) / block.count
-        if setting.checkpointing == "selective":
+        selective = setting.checkpointing == "selective"
+        again = 0.0 if selective else recomputed(setting.checkpointing, block.count, model.layers) / block.count
+        if selective:
             again_time = 0.5 * forward.matmul + forward.elementwise + forward.tp
         else:
             again_time = again * (forward.busy + forward.tp)
