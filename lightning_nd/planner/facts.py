@@ -17,12 +17,11 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from lightning_nd.parallelize.blocks import find_blocks
 from lightning_nd.parallelize.tensor import Split, describe_split
 from lightning_nd.planner.model import Attention, Block, ModelFacts, PerToken, Sizes, Working
-from lightning_nd.planner.working import watch
+from lightning_nd.planner.working import PRODUCTS, watch
 
 NAME = "nd_planner"
 TOKENS = 509  # a prime, so that a tensor whose size it divides has a token dim
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm", "linear", "grouped_mm_fallback")
 _FREE = ("view", "_unsafe_view", "t", "transpose", "expand", "permute", "unsqueeze", "squeeze", "slice", "select",
          "detach", "alias", "split", "split_with_sizes", "unbind", "as_strided", "reshape", "empty", "empty_like",
          "chunk", "lift_fresh")  # fmt: skip
@@ -203,8 +202,9 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, heads, tokens = q.shape[:3]
-        out = q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
+        out = torch.empty_like(q)[..., : v.shape[-1]]  # laid out as the queries are
+        if v.shape[-1] < q.shape[-1]:
+            out = out.clone()
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 
@@ -266,7 +266,7 @@ class _Recorder(TorchDispatchMode):
         if self.current is not None:
             name = func._schema.name.rpartition("::")[2]
             tensors = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
-            if name in _PRODUCTS and tensors:
+            if name in PRODUCTS and tensors:
                 self.current.kernels += 1
                 self.current.products.append((tensors[0].numel() * tensors[0].element_size(), self.where(tensors[0])))
             elif name not in _FREE and tensors and tensors[0].numel() >= TOKENS:
@@ -278,7 +278,7 @@ class _Recorder(TorchDispatchMode):
         else:
             made = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
             name = func._schema.name.rpartition("::")[2]
-            if name not in (*_FREE, *_PRODUCTS, "_to_copy", "clone") and any(t.numel() == self.logits for t in made):
+            if name not in (*_FREE, *PRODUCTS, "_to_copy", "clone") and any(t.numel() == self.logits for t in made):
                 self.scales_logits = True
             self.outside |= {t.untyped_storage()._cdata for t in made}
             self.held += made

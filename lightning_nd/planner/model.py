@@ -48,15 +48,18 @@ class PerToken:
         split: made by split layers: divided by tp.
         whole: the input of split layers and what replicated layers among them make: on every tp rank.
         residual: between attention and MLP: divided by tp under sequence parallelism.
+        gathered: copies of the latter, of all rows, that exist only there.
     """
 
     split: float = 0.0
     whole: float = 0.0
     residual: float = 0.0
+    gathered: float = 0.0
 
     def on(self, tp: int, sequence_parallel: bool) -> float:
         """On one of ``tp`` ranks."""
-        return self.split / tp + self.whole + self.residual / (tp if sequence_parallel else 1)
+        rows = tp if sequence_parallel else 1
+        return self.split / tp + self.whole + self.residual / rows + (self.gathered if rows > 1 else 0.0)
 
     @property
     def total(self) -> float:
@@ -64,7 +67,12 @@ class PerToken:
         return self.split + self.whole + self.residual
 
     def __add__(self, other: PerToken) -> PerToken:
-        return PerToken(self.split + other.split, self.whole + other.whole, self.residual + other.residual)
+        return PerToken(
+            self.split + other.split,
+            self.whole + other.whole,
+            self.residual + other.residual,
+            self.gathered + other.gathered,
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class Moment:
     def is_within(self, other: Moment) -> bool:
         """Whether ``other`` has no less of anything."""
         mine, theirs = (
-            (a.split, a.whole, a.residual, g.split, g.whole, g.grouped)
+            (a.split, a.whole, a.residual, a.gathered, g.split, g.whole, g.grouped)
             for a, g in ((m.activations, m.gradients) for m in (self, other))
         )
         return all(a <= b for a, b in zip(mine, theirs, strict=True))

@@ -21,7 +21,8 @@ from lightning_nd.planner.model import Moment, PerToken, Sizes, Working
 
 #: ``split``, ``whole`` or ``residual`` (see `PerToken`), of a tensor made forward.
 Where = Callable[[Tensor], str]
-_KINDS = ("split", "whole", "residual")
+_KINDS = ("split", "whole", "residual", "gathered")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm", "linear", "grouped_mm_fallback")
 
 
 class _Live(TorchDispatchMode):
@@ -80,9 +81,18 @@ class _Live(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if isinstance(tensor, Tensor):
                 self.add(tensor)
-        if not self.found or self.found[-1] != self.live:
-            self.found.append(dict(self.live))
+        now = dict(self.live)
+        if self.where is None and func._schema.name.rpartition("::")[2] in PRODUCTS:
+            now["gathered"] = self._rows((*args, out))
+        if not self.found or self.found[-1] != now:
+            self.found.append(now)
         return out
+
+    def _rows(self, tensors: Iterable[Any]) -> float:
+        """Bytes of gradients between attention and MLP that a split layer takes or makes: it needs all rows of them."""
+        storages = {id(s): s for t in tensors if isinstance(t, Tensor) for s in [t.untyped_storage()]}
+        records = [self._known.get(storage) for storage in storages.values()]
+        return sum(record[1] for record in records if record and record[0] == "residual")
 
     @property
     def now(self) -> PerToken:
