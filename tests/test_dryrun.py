@@ -34,17 +34,25 @@ def dims(shard: int, tp: int = 1, cp: int = 1, replicate: int = 1) -> ParallelDi
 # -- the count ---------------------------------------------------------------------------------------------------------
 
 
-ALLOCATED = [
-    ("llama", Setting(dims(1, cp=2))),
-    ("qwen3_moe", Setting(dims(4), micro_batch=2)),
+FP32, BF16 = Work(128, precision="32-true"), Work(128)
+ALLOCATED: list[tuple[str, Setting, Work, dict[str, Any] | None]] = [
+    ("llama", Setting(dims(1, cp=2)), FP32, None),
+    ("qwen3_moe", Setting(dims(4), micro_batch=2), BF16, None),
+    ("gemma3", Setting(dims(1, tp=2)), FP32, None),
+    ("llama", Setting(dims(4), checkpointing="selective"), BF16, {"r": 4}),
 ]
 
 
-@pytest.mark.parametrize(("family", "setting"), ALLOCATED, ids=lambda v: str(v))
-def test_fake_tensors_take_what_the_allocator_gives_real_ones(family: str, setting: Setting) -> None:
-    given = (make_config(family), setting, Work(128, precision="32-true"))
+@pytest.mark.parametrize("case", ALLOCATED, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_fake_tensors_take_what_the_allocator_gives_real_ones(case: Any) -> None:
+    """For each version of torch; `benchmarks/planner_allocator.py` has 80 of them."""
+    family, setting, work, lora = case
+    given = (make_config(family, num_hidden_layers=2, **SHORT.get(family, {})), setting, work, lora)
     fake, real = in_children([(play_rank, given), (allocated_peak, given)])
     assert fake.peak == pytest.approx(real, rel=1e-3)
+
+
+SHORT = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}
 
 
 def test_two_depths_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,12 @@ from lightning_nd.mesh import ParallelDims
 from lightning_nd.parallelize import check_tensor_parallel
 from lightning_nd.planner.ask import ask
 from lightning_nd.planner.calibrate import Measured, hardware_file, known_as
+from lightning_nd.planner.child import in_child
 from lightning_nd.planner.hardware import GIB, Cluster, find_gpu, read_gpus
 from lightning_nd.planner.layout import Setting, Work
 from lightning_nd.planner.memory import memory
 from lightning_nd.planner.search import Limits, layouts, search, suggestions
-from lightning_nd.planner.simulate import simulate
+from lightning_nd.planner.simulate import play_rank, simulate
 from lightning_nd.planner.steptime import CONSTANTS, step_time
 
 LLAMA: dict[str, Any] = {
@@ -152,6 +153,39 @@ def test_accumulation_keeps_whole_gradients(asked: Any) -> None:
     dims = ParallelDims(1, 8, 1, 1)
     one, two = (memory(facts, Setting(dims, accumulation=n), Work(2048)) for n in (1, 2))
     assert two.live - one.live == pytest.approx(4 * facts.parameters.total, rel=0.01)
+
+
+def test_packed_rows_need_masks_where_torch_attends(asked: Any) -> None:
+    facts, _ = asked
+    row, packs = Work(2048), Work(2048, documents=256)
+    for cp, copies in ((1, facts.layers), (2, 0)):
+        setting = Setting(ParallelDims(1, 4, cp, 1))
+        more = memory(facts, setting, packs).live - memory(facts, setting, row).live
+        keys = 2 * (8 - 2) * 2 * 64 * 2048  # keys and values for every head
+        assert more == (copies * (2 * 2048**2 + keys) + 2048**2 if copies else 0)
+
+
+def test_what_a_block_holds_while_it_works_is_recorded(asked: Any) -> None:
+    facts, _ = asked
+    (block,) = facts.blocks
+    kept, h = block.working.kept, 512
+    # at the end of forward: what is saved, and the output
+    assert kept.on(1, True) == pytest.approx(block.saved.on(1, True) + 2 * h, abs=0.5)
+    most = max(m.activations.total for m in block.working.backward)
+    assert most > kept.total
+    assert max(m.gradients.total for m in block.working.backward) == pytest.approx(block.parameters.total, rel=1e-3)
+    assert max(m.activations.total for m in block.working.checkpointed) < kept.total
+
+
+def test_experts_are_not_gathered_with_padding() -> None:
+    """FSDP2 alone would gather 2 experts over 32 ranks as 32."""
+    sizes = {"num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None}
+    config = AutoConfig.for_model("mixtral", **{**LLAMA, **sizes})
+    facts, _ = ask(config, "mixtral", "bf16-mixed")
+    setting, work = Setting(ParallelDims(1, 32, 1, 1)), Work(1024)
+    found = in_child(play_rank, config, setting, work)
+    assert found.traffic["dp_shard reduce_scatter"][1] == pytest.approx(4 * facts.parameters.total, rel=0.01)
+    assert memory(facts, setting, work).live == pytest.approx(found.peak, rel=0.02)
 
 
 @pytest.mark.parametrize("change", [{"nic_gbs": 5.0}, {"gpus_per_node": 1}])

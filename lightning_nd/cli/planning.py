@@ -15,7 +15,7 @@ from lightning_nd.mesh import AXES, ParallelDims
 from lightning_nd.planner.hardware import Cluster, find_gpu
 from lightning_nd.planner.layout import Checkpointing, Setting, Work
 from lightning_nd.planner.memory import memory
-from lightning_nd.planner.report import as_json, candidate_json, describe_request, explain, table, verified
+from lightning_nd.planner.report import as_json, candidate_json, describe_request, explain, packed_rows, table, verified
 from lightning_nd.planner.search import Candidate, Limits, Plan, Refusal, notes_on, search, suggestions
 from lightning_nd.planner.steptime import step_time
 
@@ -86,6 +86,7 @@ def plan_command(command: str, args: list[str]) -> int:
     else:
         print(describe_request(model, work, cluster), end="\n\n")
         print(explain(chosen, model, work, cluster) if chosen else table(plan, cluster, given.top))
+        print("\n" + packed_rows(picked, work))
     if given.verify:
         from lightning_nd.planner.simulate import simulate
 

@@ -139,9 +139,10 @@ class _Rank:
         return max(map(parts, moments), key=sum, default=(0.0, 0.0))
 
     def is_masked(self, block: Block) -> bool:
-        """Whether torch's attention needs a mask: for a window, where the strategy's own (cp) does not run."""
+        """Whether torch's attention needs a mask, where the strategy's own (cp) does not run: for windows and packs."""
+        packed = self.work.documents is not None and self.work.documents < self.work.length
         return self.setting.dims.cp == 1 and any(
-            call.window is not None and call.window < self.work.length for call in block.attention
+            packed or (call.window is not None and call.window < self.work.length) for call in block.attention
         )
 
     def masked(self, block: Block) -> float:

@@ -63,7 +63,7 @@ def simulation(
     with ExitStack() as stack:
         for change in _common():
             stack.enter_context(change)
-        for change in (_with_values() if real else _without_values(packed)):
+        for change in _with_values() if real else _without_values(packed):
             stack.enter_context(change)
         dist.init_process_group("fake", world_size=world_size, rank=rank, store=store())
         try:

@@ -98,6 +98,20 @@ def explain(candidate: Candidate, model: ModelFacts, work: Work, cluster: Cluste
     return "\n".join(lines)
 
 
+def packed_rows(candidate: Candidate, work: Work) -> str:
+    """What is counted of the masks of packed rows."""
+    if candidate.setting.dims.cp > 1:
+        return "Under cp attention goes document by document: packed rows need no mask."
+    if work.documents is None:
+        pairs = candidate.setting.micro_batch * work.length**2 / GIB
+        return (
+            "A row counts as one document. Packed rows make a mask under torch's own attention, which is not counted:\n"
+            f"{pairs:.2g} GiB, and {2 * pairs:.2g} more for every block that is kept. --documents-mean N counts it;"
+            " document_attention: true needs none."
+        )
+    return f"Rows are packs of documents of {work.documents:,} tokens; their masks are counted."
+
+
 def verified(candidate: Candidate, simulation: Simulation) -> str:
     """What one simulated rank held and sent, beside what the plan says."""
     closed = candidate.memory.live

@@ -1,7 +1,7 @@
 """What a block holds while it works, beside what it keeps: its passes on meta, watched operation by operation.
 
-A block's forward, its forward under checkpointing and its backward are run alone. Of each the moments are noted at which
-most is live: activations (bytes per token, by how tensor parallelism divides them) and gradients of its weights
+A block's forward, its forward under checkpointing and its backward are run alone. Of each the moments are noted at
+which most is live: activations (bytes per token, by how tensor parallelism divides them) and gradients of its weights
 (elements). A moment that another one exceeds in everything is left out, so that few remain.
 """
 
@@ -42,6 +42,10 @@ class _Live(TorchDispatchMode):
     def add(self, tensor: Tensor, where: str | None = None) -> None:
         """Count a tensor's storage until it is freed."""
         storage = tensor.untyped_storage()
+        if (known := self._known.get(storage)) is not None and where is not None:
+            self.live[known[0]] -= known[1]
+            known[0] = where
+            self.live[where] = self.live.get(where, 0.0) + known[1]
         if storage in self._known:
             return
         size = storage.nbytes()
@@ -116,6 +120,18 @@ class _Live(TorchDispatchMode):
         return tuple(kept)
 
 
+class _Input(torch.autograd.Function):
+    """A tensor as a block before would hand it over: autograd holds it no longer than it is needed."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, shape: torch.Size) -> Tensor:
+        return leaf.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_empty(()), None
+
+
 class _Loss(torch.autograd.Function):
     """A number, whose backward makes the gradient of what it is given."""
 
@@ -157,9 +173,8 @@ def watch(
     known = [*weights.values(), *held]
 
     def forward(live: _Live) -> Any:
-        made = torch.empty_like(hidden)
+        made = _Input.apply(torch.empty((), dtype=hidden.dtype, device=hidden.device, requires_grad=True), hidden.shape)
         live.add(made, "residual")
-        made.requires_grad_()
         out = call(made)
         return out[0] if isinstance(out, tuple) else out
 
