@@ -218,6 +218,7 @@ class Line:
             message = json.loads(line)
             if message.get("bye"):
                 self._forget(peer)
+                return  # what it says after that is of no interest
             elif "failed" in message:
                 self._hear(message["failed"], peer)
             elif "at" in message:

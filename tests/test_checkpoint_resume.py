@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import Pool
 from resuming import SaveAt, check_continues, check_equal, plain, run, write_rows
 
@@ -138,6 +139,35 @@ def test_a_window_that_was_not_complete_is_read_again(pool: Pool, rows: str, tmp
             run, size(degrees), rows, str(tmp_path), degrees, accumulate=accumulate, ckpt=ckpt, trainer=short
         ):
             check_continues(whole, story, 3)
+
+
+class AtTheEnd(ModelCheckpoint):
+    """Lightning's own checkpoint at the end of an epoch, and one after the fit."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, filename="epoch-end")
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        trainer.save_checkpoint(f"{self.dirpath}/after.ckpt")
+
+
+@pytest.mark.parametrize("limit", ["steps", "epochs"])
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [("rows", 4), ("streamed", 4), ("rows", 9), ("streamed", 9), ("rows", 10)],  # 9 is the end of an epoch
+)
+def test_a_run_that_was_stopped_goes_on_where_it_was(
+    pool: Pool, rows: str, tmp_path: Path, name: str, stop: int, limit: str
+) -> None:
+    options: dict[str, Any] = {"data": {"streaming": True}} if name == "streamed" else {}
+    further: dict[str, Any] = {"max_steps": 12} if limit == "steps" else {"max_steps": -1, "max_epochs": 2}
+    whole = pool.run(run, 1, rows, str(tmp_path), {}, trainer=further, **options)[0]
+    limits = {"max_steps": stop, "enable_checkpointing": True}
+    pool.run(run, 1, rows, str(tmp_path), {}, trainer=limits, callbacks=[AtTheEnd(str(tmp_path))], **options)
+    for file in ("epoch-end.ckpt", "after.ckpt"):
+        story = pool.run(run, 1, rows, str(tmp_path), {}, ckpt=str(tmp_path / file), trainer=further, **options)[0]
+        assert story.rows == whole.rows[stop:], file
+        check_equal(whole, story, stop)
 
 
 def lora(model: Any) -> Any:

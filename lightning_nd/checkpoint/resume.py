@@ -97,6 +97,34 @@ def rewind_window(checkpoint: dict[str, Any], accumulate: int, automatic: bool) 
     return inside
 
 
+def continue_epoch(loops: dict[str, Any]) -> None:
+    """Count an epoch in a checkpoint's loops by its rows, however the run that saved it was stopped.
+
+    When `max_steps` or a callback stops a run, Lightning counts the epoch at hand as done, and would leave out its
+    rows that have not been read. Where an epoch has ended it goes on "inside" of that if the run is limited by steps,
+    and so leaves out the next one; else it does not tell the loaders their places.
+
+    Args:
+        loops: ``checkpoint["loops"]["fit_loop"]``, changed in place.
+    """
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    if epochs["current"]["processed"] != epochs["current"]["started"] or not batches["current"]["processed"]:
+        return
+    if not batches["is_last_batch"]:  # as a checkpoint that is saved at the end of a batch counts
+        for counts in (epochs["current"], epochs["total"]):
+            counts["processed"] = counts["completed"] = counts["started"] - 1
+        if batches["current"]["started"] == batches["current"]["completed"]:
+            for counts in (batches["current"], batches["total"]):
+                counts["completed"] -= 1
+            loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    else:  # as a checkpoint that is saved at the begin of the next epoch counts
+        for counts in (epochs["current"], epochs["total"]):
+            counts["completed"] = counts["processed"]
+            counts["ready"] = counts["processed"] + 1
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False
+
+
 def fit_to_layout(fit_loop: Any) -> None:
     """Count the batches of this layout that lie before the place in the data, where others had been counted.
 

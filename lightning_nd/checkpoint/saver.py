@@ -256,6 +256,8 @@ class Saver:
             progress = rest["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             if progress["is_last_batch"]:
                 self._random = None  # the next epoch begins from here
+        if "loops" in rest:
+            resume.continue_epoch(rest["loops"]["fit_loop"])
         if self._first:
             for folder in {path.parent, *(other.parent for other in self.others)}:
                 tidy(folder)
