@@ -77,6 +77,7 @@ class NDStrategy(CheckpointedStrategy):
         tp_plan: ``"auto"`` takes transformers' plan of the model's family; else styles by module name, relative to the
             model: ``{"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"}``.
         activation_checkpointing: ``"none"``, ``"full"``, ``"selective"``, or ``n`` for every n-th block.
+        offload_activations: keep in host memory what blocks save for the backward pass.
         cp_method: how keys and values travel: ``"direct"``, ``"ring"``, ``"ulysses"`` or ``"auto"``.
         cp_layout: which tokens a cp rank keeps: ``"zigzag"``, ``"chunks"``, ``"contiguous"`` or ``"auto"``, which
             balances the work of each batch.
@@ -115,6 +116,7 @@ class NDStrategy(CheckpointedStrategy):
         sequence_parallel: bool = True,
         tp_plan: TPPlan | Literal["auto"] = "auto",
         activation_checkpointing: ActivationCheckpointing = "none",
+        offload_activations: bool = False,
         cp_method: Literal["auto", "direct", "ring", "ulysses"] = "auto",
         cp_layout: Literal["auto", "zigzag", "chunks", "contiguous"] = "auto",
         cp_sdpa: bool = False,
@@ -137,13 +139,13 @@ class NDStrategy(CheckpointedStrategy):
         )
         warn_of_the_other_package()
         self._degrees: dict[str, Any] = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-        check_activation_checkpointing(activation_checkpointing)
+        check_activation_checkpointing(activation_checkpointing, offload_activations)
         check_options(cp_method, cp_layout)
         self._cp_method, self._cp_layout, self._cp_sdpa = cp_method, cp_layout, cp_sdpa
         self._document_attention = document_attention
         self._sequence_parallel = sequence_parallel
         self._tp_plan = tp_plan
-        self._activation_checkpointing = activation_checkpointing
+        self._activation_checkpointing, self._offload_activations = activation_checkpointing, offload_activations
         self._compile = compile
         self._cpu_offload = cpu_offload
         self._reshard_after_forward = reshard_after_forward
@@ -199,6 +201,7 @@ class NDStrategy(CheckpointedStrategy):
             tp_plan=self._tp_plan,
             sequence_parallel=self._sequence_parallel,
             activation_checkpointing=self._activation_checkpointing,
+            offload_activations=self._offload_activations,
             context=self._context,
             compile=self._compile,
             sharding=ShardingOptions(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
+
+from lightning_nd.callbacks.clock import Clock
 
 if TYPE_CHECKING:
     from lightning_nd.planner.hardware import GPU
@@ -36,8 +37,7 @@ class PlanAdvice(Callback):
         self.gpu, self.gpu_file = gpu, gpu_file
         self.after, self.steps = after, steps
         self._device: GPU | None = None
-        self._began = 0.0
-        self._paused = 0.0
+        self._clock = Clock()
         self._seen = 0
         self._lengths: list[int] = []
 
@@ -76,26 +76,20 @@ class PlanAdvice(Callback):
             return
         self._seen += 1
         if self._seen == self.after:
-            self._began = self._now(pl_module)
+            self._clock.restart(pl_module.device)
         elif self._seen == self.after + self.steps:
-            seconds = (self._now(pl_module) - self._began) / self.steps
+            seconds = self._clock.seconds(pl_module.device) / self.steps
             if (words := self._judge(trainer, pl_module, seconds)) is not None:
                 rank_zero_info(words)
             self._device = None
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._paused = time.perf_counter()
+        self._clock.pause()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began += time.perf_counter() - self._paused
-
-    @staticmethod
-    def _now(module: LightningModule) -> float:
-        if module.device.type == "cuda":
-            torch.cuda.synchronize(module.device)
-        return time.perf_counter()
+        self._clock.go_on()
 
     def _judge(self, trainer: Trainer, module: Any, seconds: float) -> str | None:
         from lightning_nd.planner.ask import ask

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from typing_extensions import override
 
-_SHOWN = {"train/loss": "loss", "val/loss": "val_loss", "throughput/tokens_per_s": "tok/s"}
+_SHOWN = {"train/loss": "loss", "val/loss": "val_loss", "throughput/tokens_per_s": "tok/s", "throughput/mfu": "mfu"}
 
 
 class ProgressBar(TQDMProgressBar):

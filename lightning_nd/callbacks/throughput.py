@@ -1,69 +1,202 @@
-"""Tokens per second and seconds per optimizer step, over all ranks."""
+"""How fast a run is: tokens, floating-point operations, memory and waiting, over all ranks."""
 
 from __future__ import annotations
 
+import logging
+import resource
+import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_nd.callbacks.clock import Clock
+
+if TYPE_CHECKING:
+    from lightning_nd.planner.model import ModelFacts
+
+log = logging.getLogger(__name__)
+_GIB = 2**30
+
 
 class Throughput(Callback):
-    """Logs ``throughput/tokens_per_s`` and ``throughput/step_time_s``.
+    """Logs ``throughput/...``, averaged over ``trainer.log_every_n_steps`` optimizer steps.
 
-    Tokens are the tokens that attention sees (no padding) in the whole job; ranks that share a row count it once. Time
-    is what passes between the ends of optimizer steps, waiting for data included and validation excluded, averaged
-    over ``trainer.log_every_n_steps``.
+    - ``tokens_per_s``, ``tokens_per_s_per_device``: tokens that attention sees (no padding). Ranks that share a row
+      (tp, cp) count it once.
+    - ``step_time_s``: between the ends of optimizer steps, waiting for data included and validation excluded.
+    - ``data_wait_s``: of it, what the host spent between batches (the slowest rank): loader, collation, copies, other
+      callbacks. On a GPU that is behind the host, some of it is hidden.
+    - ``tflops_per_device``: floating-point operations that the model needs, forward and backward, attention by the
+      pairs of tokens that see each other (documents, windows), no recomputation, two products instead of three for a
+      frozen weight (PaLM, appendix B; LoRA). Models of transformers in a `CausalLM`, or held by another LightningModule
+      without adapters.
+    - ``mfu``: that over the device's dense bf16 peak; ``hfu`` counts what checkpointing repeats, too. Where the peak is
+      known: a GPU of the planner's table, or ``gpu``, ``peak_tflops``.
+    - ``peak_memory_gib``: the most that tensors took on a GPU, or the process on CPU (the largest rank), since the
+      start.
+
+    The share of communication that no computing hides is not among them: it shows in a profile only.
+
+    Args:
+        gpu: what the devices are called in the planner's table, or in ``gpu_file``; on CUDA the driver is asked.
+        gpu_file: as of ``lightning-nd plan --gpu-file``.
+        peak_tflops: of one device, in 10¹² operations a second, in place of the table's.
+
+    Raises:
+        ValueError: for a GPU that is not in the table; for a peak that is not positive.
     """
 
-    def __init__(self) -> None:
-        self._tokens: Tensor | None = None
-        self._began = 0.0
-        self._paused = 0.0
+    def __init__(self, gpu: str | None = None, gpu_file: str | None = None, peak_tflops: float | None = None) -> None:
+        if peak_tflops is not None and peak_tflops <= 0:
+            raise ValueError(f"Throughput: peak_tflops is {peak_tflops}; it must be positive.")
+        if gpu is not None and peak_tflops is None:
+            from lightning_nd.planner.hardware import find_gpu
+
+            peak_tflops = find_gpu(gpu, None if gpu_file is None else Path(gpu_file).expanduser()).bf16_tflops
+        self._peak = peak_tflops
+        self._clock = Clock()
+        self._facts: ModelFacts | None = None
+        self._windows: list[int | None] = []
+        self._sums: Tensor | None = None
         self._steps = 0
+        self._waited = 0.0
+        self._ended: float | None = None
 
     def _restart(self, module: LightningModule) -> None:
-        self._tokens = torch.zeros((), dtype=torch.float64, device=_counting_device(module.device))
-        self._steps = 0
-        self._began = time.perf_counter()
+        self._sums = torch.zeros(1 + len(self._windows), dtype=torch.float64, device=_counting_device(module.device))
+        self._steps, self._waited = 0, 0.0
+        self._clock.restart(module.device)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._facts = _facts(trainer, pl_module)
+        blocks = () if self._facts is None else self._facts.blocks
+        self._windows = list(dict.fromkeys(call.window for block in blocks for call in block.attention))
+        if self._peak is None and pl_module.device.type == "cuda":
+            from lightning_nd.planner.calibrate import known_as
+
+            memory = torch.cuda.get_device_properties(pl_module.device).total_memory / _GIB
+            gpu = known_as(torch.cuda.get_device_name(pl_module.device), memory)
+            self._peak = None if gpu is None else gpu.bf16_tflops
+        self._ended = None
         self._restart(pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._ended is not None:
+            self._waited += time.perf_counter() - self._ended
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._tokens is None or not isinstance(batch, dict):
+        self._ended = time.perf_counter()
+        if self._sums is None or not isinstance(batch, dict) or "input_ids" not in batch:
             return
-        mask = batch.get("attention_mask")
-        self._tokens += batch["input_ids"].numel() if mask is None else mask.sum()
+        self._sums += count_batch(batch, self._windows).to(self._sums.device)
         if trainer.fit_loop._should_accumulate():
             return
         self._steps += 1
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if trainer.global_step % every:
             return
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize(pl_module.device)
-        elapsed = time.perf_counter() - self._began
-        tokens = trainer.strategy.reduce(self._tokens, reduce_op="sum")
-        if elapsed > 0:
-            pl_module.log("throughput/tokens_per_s", (tokens / elapsed).float(), batch_size=1)
-            pl_module.log("throughput/step_time_s", elapsed / self._steps, batch_size=1)
+        seconds = self._clock.seconds(pl_module.device)
+        sums = trainer.strategy.reduce(self._sums, reduce_op="sum")
+        worst = torch.tensor(
+            [self._waited / self._steps, _peak_memory(pl_module.device)], dtype=torch.float64, device=sums.device
+        )
+        worst = trainer.strategy.reduce(worst, reduce_op="max")
+        if seconds > 0:
+            values = self.rates(trainer, sums.tolist(), seconds)
+            values |= {"data_wait_s": float(worst[0]), "peak_memory_gib": float(worst[1]) / _GIB}
+            for name, value in values.items():
+                pl_module.log(f"throughput/{name}", value, batch_size=1)
         self._restart(pl_module)
+        self._ended = time.perf_counter()
+
+    def rates(self, trainer: Trainer, sums: list[float], seconds: float) -> dict[str, float]:
+        """What is logged of sums over all ranks (tokens, then pairs by window) and the time that they took."""
+        devices = trainer.world_size
+        tokens, pairs = sums[0], dict(zip(self._windows, sums[1:], strict=True))
+        found = {
+            "tokens_per_s": tokens / seconds,
+            "tokens_per_s_per_device": tokens / seconds / devices,
+            "step_time_s": seconds / self._steps,
+        }
+        if self._facts is None:
+            return found
+        needed = self._facts.training_flops(tokens, pairs)
+        done = needed + self._facts.recomputed_flops(tokens, pairs, _recomputed(trainer, self._facts.layers))
+        found["tflops_per_device"] = needed / seconds / devices / 1e12
+        if self._peak is not None:
+            found["mfu"] = found["tflops_per_device"] / self._peak
+            found["hfu"] = done / seconds / devices / 1e12 / self._peak
+        return found
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._paused = time.perf_counter()
+        self._clock.pause()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began += time.perf_counter() - self._paused
+        self._clock.go_on()
+        self._ended = None if self._ended is None else time.perf_counter()
+
+
+def count_batch(batch: dict[str, Any], windows: list[int | None]) -> Tensor:
+    """Tokens of a batch as a rank has it, and for each window the pairs of tokens that attention computes with.
+
+    A token sees as many tokens as its place in its document says (``position_ids``, or its place among the row's tokens
+    that are no padding), or as its window has.
+    """
+    ids, mask, places = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.shape != ids.shape else mask.bool()
+    if places is None or places.shape != ids.shape:
+        places = real.long().cumsum(-1) - 1
+    seen = (places + 1).masked_fill(~real, 0)
+    pairs = [seen if window is None else seen.clamp(max=window) for window in windows]
+    return torch.stack([real.sum().double(), *(p.sum().double() for p in pairs)])
+
+
+def _facts(trainer: Trainer, module: Any) -> ModelFacts | None:
+    """The model in numbers; None for one that the planner cannot count."""
+    from lightning_nd.parallelize import roots
+    from lightning_nd.planner.ask import ask
+
+    lora, config = getattr(module, "lora", None), getattr(module, "config", None)
+    if not (hasattr(module, "lora") and hasattr(config, "get_text_config")):
+        models = [m for m in module.modules() if roots.is_causal_lm(m)]
+        adapted = any(hasattr(m, "peft_config") for m in module.modules())
+        frozen = any(not p.requires_grad for p in module.parameters())
+        if len(models) != 1 or adapted or frozen:
+            return None
+        lora, config = None, models[0].config
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return ask(config, "this model", str(trainer.precision or "32-true"), lora)[0]
+    except Exception as error:  # a model of any kind: its rates are counted without
+        log.info("Throughput: no floating-point operations are counted: %s", error)
+        return None
+
+
+def _recomputed(trainer: Trainer, layers: int) -> float:
+    """How many blocks' forward passes are repeated; selective checkpointing repeats about half of each."""
+    kind = getattr(trainer.strategy, "_activation_checkpointing", "none")
+    if kind == "selective":
+        return layers / 2
+    return {"none": 0, "full": layers}[kind] if isinstance(kind, str) else -(-layers // kind)
+
+
+def _peak_memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
 def _counting_device(device: torch.device) -> torch.device:

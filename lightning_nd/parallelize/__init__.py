@@ -37,6 +37,7 @@ class ParallelConfig:
         tp_plan: ``"auto"`` takes that of transformers.
         sequence_parallel: split activations between attention and MLP along the sequence, over the tp ranks.
         activation_checkpointing: ``"none"``, ``"full"``, ``"selective"`` or every n-th block.
+        offload_activations: keep in host memory what blocks save for the backward pass.
         context: context parallelism over the cp ranks; None without.
         compile: compile each block.
         sharding: how `fully_shard` is called.
@@ -46,6 +47,7 @@ class ParallelConfig:
     tp_plan: TPPlan | Literal["auto"] = "auto"
     sequence_parallel: bool = True
     activation_checkpointing: ActivationCheckpointing = "none"
+    offload_activations: bool = False
     context: ContextParallel | None = None
     compile: bool = False
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
@@ -104,9 +106,10 @@ def parallelize(model: nn.Module, how: NDStrategy | ParallelConfig) -> nn.Module
         agree_on_weights(model)
     tensor = apply_tensor_parallel(model, meshes.tp, config.tp_plan, config.sequence_parallel)
     router = getattr(model, "_lightning_nd_sdpa", None)
-    apply_activation_checkpointing(model, config.activation_checkpointing, tensor.sequence, router)
+    kept = config.activation_checkpointing, tensor.sequence, router, config.offload_activations, config.compile
+    apply_activation_checkpointing(model, *kept)
     if config.compile:
-        apply_compile(model)
+        apply_compile(model, config.offload_activations)
     apply_fully_shard(model, meshes.fsdp, config.sharding)
     if meshes.dims.world_size > 1:
         guard_entry(model)

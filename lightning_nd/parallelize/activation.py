@@ -1,4 +1,4 @@
-"""Activation checkpointing of blocks: none, every block, every n-th block, or by operator."""
+"""Activation checkpointing of blocks: none, every block, every n-th block, or by operator; offload of what is kept."""
 
 from __future__ import annotations
 
@@ -14,21 +14,30 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_nd.attention.keep import Kept, is_computing
 from lightning_nd.attention.sdpa import SDPARouter
 from lightning_nd.parallelize.blocks import find_blocks
+from lightning_nd.parallelize.offload import Offload
 from lightning_nd.parallelize.sequence import SequenceShard
 
 ActivationCheckpointing = Literal["none", "full", "selective"] | int
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-ContextFn = Callable[[], ContextPair]
+Runner = Callable[..., Any]
 
 
-def check_activation_checkpointing(mode: ActivationCheckpointing) -> None:
-    """Raise ValueError unless ``mode`` is ``"none"``, ``"full"``, ``"selective"`` or a positive integer."""
+def check_activation_checkpointing(mode: ActivationCheckpointing, offload: bool = False) -> None:
+    """Raise ValueError unless ``mode`` is ``"none"``, ``"full"``, ``"selective"`` or a positive integer.
+
+    With ``offload``, ``"selective"`` is refused, too.
+    """
     if isinstance(mode, bool) or (
         mode not in ("none", "full", "selective") and not (isinstance(mode, int) and mode > 0)
     ):
         raise ValueError(
             f"NDStrategy: activation_checkpointing must be 'none', 'full', 'selective' or a positive integer n"
             f" (every n-th block), got {mode!r}."
+        )
+    if offload and mode == "selective":
+        raise ValueError(
+            "NDStrategy: offload_activations=True does not go with activation_checkpointing='selective': torch keeps"
+            " the chosen results itself, where they cannot be moved. Use 'none', 'full' or every n-th block."
         )
 
 
@@ -37,6 +46,8 @@ def apply_activation_checkpointing(
     mode: ActivationCheckpointing,
     sequence: SequenceShard | None = None,
     attention: SDPARouter | None = None,
+    offload: bool = False,
+    compiled: bool = False,
 ) -> None:
     """Recompute blocks in the backward pass instead of keeping their activations, in place.
 
@@ -46,23 +57,29 @@ def apply_activation_checkpointing(
             (attention, and every second matrix product, the rule of torchtitan) and recomputes the rest.
         sequence: the model's sequence shard, whose length a recomputation must see.
         attention: where the model's own calls of torch's attention go, for the recomputation too.
+        offload: keep in host memory what blocks keep: their input where they are recomputed, else all that they save.
+        compiled: the blocks will be compiled, and `apply_compile` does the offload. They are recomputed by their
+            graph, in which the length of the sequence is a constant.
     """
-    check_activation_checkpointing(mode)
+    check_activation_checkpointing(mode, offload)
     _take_over(model)
-    if mode == "none":
-        return
     every = mode if isinstance(mode, int) else 1
-    context_fn = partial(_contexts, sequence, attention, mode == "selective")
+    again: Runner = partial(checkpoint, use_reentrant=False)
+    if compiled and mode == "selective":  # the compiler takes torch's two modes and nothing around them
+        again = partial(again, context_fn=_selective)
+    elif not compiled and (sequence is not None or attention is not None or mode == "selective"):
+        again = partial(again, context_fn=partial(_contexts, sequence, attention, mode == "selective"))
     for index, (name, block) in enumerate(find_blocks(model)):
-        if index % every:
+        run = None if mode == "none" or index % every else again
+        if offload and not compiled:
+            run = partial(Offload(block).run, *([] if run is None else [run]))
+        if run is None:
             continue
         if hasattr(block, "gradient_checkpointing"):
             block.gradient_checkpointing = True  # type: ignore[assignment]
-            block._gradient_checkpointing_func = partial(  # type: ignore[assignment]
-                checkpoint, use_reentrant=False, context_fn=context_fn
-            )
+            block._gradient_checkpointing_func = run  # type: ignore[assignment]
         else:
-            _wrap(model, name, block, context_fn)
+            _wrap(model, name, block, run)
 
 
 def _take_over(model: nn.Module) -> None:
@@ -72,11 +89,11 @@ def _take_over(model: nn.Module) -> None:
             module.gradient_checkpointing = False  # type: ignore[assignment]
 
 
-def _wrap(model: nn.Module, name: str, block: nn.Module, context_fn: ContextFn) -> None:
+def _wrap(model: nn.Module, name: str, block: nn.Module, run: Runner) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
     parent, _, key = name.rpartition(".")
-    wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, context_fn=context_fn)
+    wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, checkpoint_fn=run)
     model.get_submodule(parent).register_module(key, wrapped)
 
 
@@ -84,8 +101,12 @@ def _contexts(sequence: SequenceShard | None, attention: SDPARouter | None, sele
     pairs: list[ContextPair] = [x.checkpoint_contexts() for x in (sequence, attention) if x is not None]
     if selective:
         pairs.append(Kept().checkpoint_contexts())
-        pairs.append(create_selective_checkpoint_contexts(_keep_policy()))
+        pairs.append(_selective())
     return _enter([p[0] for p in pairs]), _enter([p[1] for p in pairs])
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_keep_policy())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 
@@ -190,6 +191,10 @@ class Block:
         """All of them."""
         return self.trainable + self.frozen
 
+    def attention_flops(self, pairs: Mapping[int | None, float]) -> float:
+        """Of one forward pass of one block, from the attended pairs by window."""
+        return sum(2 * pairs[a.window] * a.heads * (a.head_dim + a.value_dim) for a in self.attention)
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -276,3 +281,29 @@ class ModelFacts:
             attention = sum(a.flops(length) for a in block.attention) / length
             forward += block.count * (2 * block.products.total + attention)
         return factor * forward
+
+    def training_flops(self, tokens: float, pairs: Mapping[int | None, float]) -> float:
+        """Floating-point operations of forward and backward, as PaLM's appendix B counts them: no recomputation.
+
+        A frozen weight needs no gradient of itself: two products a token instead of three (LoRA).
+
+        Args:
+            tokens: of all rows.
+            pairs: attended (query, key) pairs of all rows, by window.
+        """
+        head = 2 + (self.trains_head if not self.is_tied else self.trains_embedding)
+        total = head * 2 * self.head_products * tokens
+        for block in self.blocks:
+            products = 2 * block.products.total + block.trained_products.total
+            total += block.count * (2 * products * tokens + 3 * block.attention_flops(pairs))
+        return total
+
+    def recomputed_flops(self, tokens: float, pairs: Mapping[int | None, float], blocks: float) -> float:
+        """What activation checkpointing repeats.
+
+        Args:
+            tokens, pairs: as of `training_flops`.
+            blocks: how many of all blocks are recomputed.
+        """
+        forward = sum(b.count * (2 * b.products.total * tokens + b.attention_flops(pairs)) for b in self.blocks)
+        return forward * blocks / max(self.layers, 1)

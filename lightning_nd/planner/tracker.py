@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_nd.parallelize.offload import is_moving_to_host
 from lightning_nd.planner.patches import resizes
 
 
@@ -90,9 +91,10 @@ class LiveStorages(TorchDispatchMode):
         if func is torch.ops._c10d_functional.wait_tensor.default and self._fake is not None:
             return args[0]  # the real one returns its argument; the fake one a new tensor
         out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
-            self._add(tensor)
-        self._note()
+        if not is_moving_to_host():
+            for tensor in _tensors(out):
+                self._add(tensor)
+            self._note()
         return out
 
 
