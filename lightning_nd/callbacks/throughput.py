@@ -168,7 +168,7 @@ def _facts(trainer: Trainer, module: Any) -> ModelFacts | None:
     from lightning_nd.parallelize import roots
     from lightning_nd.planner.ask import ask
 
-    lora, config = getattr(module, "lora", None), getattr(module, "config", None)
+    lora, config = getattr(module, "lora", None), _config(module)
     if not (hasattr(module, "lora") and hasattr(config, "get_text_config")):
         models = [m for m in module.modules() if roots.is_causal_lm(m)]
         adapted = any(hasattr(m, "peft_config") for m in module.modules())
@@ -182,6 +182,10 @@ def _facts(trainer: Trainer, module: Any) -> ModelFacts | None:
     except Exception as error:  # a model of any kind: its rates are counted without
         log.info("Throughput: no floating-point operations are counted: %s", error)
         return None
+
+
+def _config(module: Any) -> Any:
+    return getattr(module, "config", None)
 
 
 def _recomputed(trainer: Trainer, layers: int) -> float:

@@ -20,4 +20,6 @@ def apply_compile(model: nn.Module, offload: bool = False) -> None:
     for _, block in find_blocks(model):
         block.compile()
         if offload:  # around what is compiled, which saves a graph's inputs and results
-            block._compiled_call_impl = partial(Offload(block).run, block._compiled_call_impl)
+            compiled = block._compiled_call_impl
+            assert compiled is not None
+            block._compiled_call_impl = partial(Offload(block).run, compiled)
