@@ -312,6 +312,9 @@ def adapter(folder: Path, out: Path, **changes: Any) -> str:
         ({"target_modules": []}, "target_modules is empty"),
         ({"target_modules": ["q_proj", "q_prj"]}, "has no layer 'q_prj': did you mean 'q_proj'"),
         ({"target_modules": "nothing.*"}, "target_modules: .*not found"),
+        ({"target_modules": "a(b"}, "target_modules: 'a\\(b' is no regular expression"),
+        ({"layers": [0, 7]}, "lora.layers: LlamaForCausalLM has blocks 0 to 1, and no 7"),
+        ({"layers": [1], "target_modules": r".*layers\.0.*q_proj"}, r"is no linear layer of the blocks \[1\]"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens is a Embedding; a low-rank pair goes beside linear"),
         ({"adapter": "other"}, r"another adapter: it lacks .*down_proj.lora_A.weight and 23 more"),
         (
@@ -329,6 +332,27 @@ def test_refused_before_processes_start(folder: Path, tmp_path: Path, lora: dict
         lora = lora | {"adapter": str(tmp_path / lora["adapter"])}
     with pytest.raises(ValueError, match=words):
         CausalLM(str(folder / "model"), lora={"r": 4, "alpha": 8} | lora).skeleton()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*\.(q_proj|down_proj)", ["q_proj", "down_proj"]])
+def test_pairs_in_some_blocks_only(folder: Path, targets: Any) -> None:
+    model = CausalLM(str(folder / "model"), lora=LoRA(r=4, layers=[1], target_modules=targets)).skeleton()
+    names = {name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    assert len(names) == (7 if targets == "all-linear" else 2)
+    assert all(".layers.1." in name for name in names)
+
+
+def refuse_another_base(rank: int, world: int, folder: Path, other: Path, out: Path) -> None:
+    trained = {"export": False, "out": out}
+    fit(rank, world, folder, {}, epochs=1, **trained)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pairs were trained beside other weights than those of"):
+        fit(rank, world, other, {}, ckpt_path=out / "half.ckpt", **trained)  # type: ignore[arg-type]
+
+
+def test_pairs_do_not_go_on_beside_other_weights(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    tiny_model(initializer_range=0.1, seed=5).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    pool.run(refuse_another_base, 1, folder, tmp_path, tmp_path)
 
 
 def test_what_cannot_be_right_is_refused(folder: Path, tmp_path: Path) -> None:

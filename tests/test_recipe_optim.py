@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_nd.recipes import WarmupDecay
-from lightning_nd.recipes.optim import check_optimizer, check_schedule, configure_optimizers
+from lightning_nd.recipes.optim import check_optimizer, check_schedule, configure_optimizers, schedule_bounds
 from lightning_nd.recipes.rate import Scaling
 
 
@@ -50,12 +50,21 @@ def test_no_step_runs_at_rate_zero() -> None:
     assert min(rates(7, warmup=3)[:-1]) > 0
 
 
+@pytest.mark.parametrize("warmup", [0.05, 0.1, 0.3, 0.45])
+def test_fractions_that_make_up_a_run_fit_any_number_of_steps(warmup: float) -> None:
+    for total in range(21, 400):
+        steps, start = schedule_bounds(total, warmup, 1 - warmup)
+        assert start in (steps, steps + 1), total
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
         ({"total_steps": None}, "max_steps or max_epochs"),
         ({"total_steps": 3, "warmup": 3}, "3 steps of 3"),
         ({"total_steps": 3, "warmup": -1}, "-1 steps"),
+        ({"total_steps": 40, "warmup": -0.01}, "warmup=-0.01"),
+        ({"total_steps": 10, "warmup": 0.5, "decay_over": 0.7}, "7 steps of 10, of which 5 warm up"),
         ({"total_steps": 10, "warmup": 2, "decay_over": 9}, "9 steps of 10, of which 2 warm up"),
         ({"total_steps": 10, "decay_over": 0}, "decay_over=0 is 0 steps"),
         ({"total_steps": 3, "decay": "cos"}, "'cosine', 'linear', 'constant'"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,11 +114,29 @@ def test_H05_rows_beyond_the_limit_need_a_scaling_and_the_export_carries_it(tmp_
         ({"rope_parameters": {"rope_type": "linear"}}, "'linear' cannot be computed from"),
         ({"rope_scaling": 4.0}, "rope_scaling is 4.0; it must be a mapping"),
         ({"rope_thetta": 1.0}, "LlamaConfig has no 'rope_thetta'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": -1}}, "factor of the rotary embedding is -1"),
+        ({"rope_theta": "x"}, "rope_theta of the rotary embedding is 'x'"),
+        ({"rope_parameters": {"rope_type": "yarn", "facter": 2.0}}, "no 'facter': did you mean 'factor'"),
+        ({"dtype": "bfloat16"}, "'dtype' has no effect here; the weights' dtype is model.dtype"),
+        ({"architectures": ["X"]}, "it says what the model is"),
+        ({"hidden_act": "nope"}, r"\{'hidden_act': 'nope'\} gives no model: KeyError"),
+        ({"pad_token_id": 999}, "gives no model: AssertionError"),
     ],
 )
 def test_refused(folder: Path, overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        CausalLM(str(folder), config_overrides=overrides)
+        CausalLM(str(folder), config_overrides=overrides).skeleton()
+
+
+def test_the_factor_that_is_advised_is_enough(folder: Path) -> None:
+    module = CausalLM(str(folder))
+    reach = module.config.max_position_embeddings
+    with pytest.raises(ValueError, match=r"rope_type: yarn, factor: \d+\.0") as refused:
+        module.preflight(SimpleNamespace(max_length=2 * reach))
+    factor = float(re.search(r"factor: ([\d.]+)\}", str(refused.value)).group(1))  # type: ignore[union-attr]
+    scaled = CausalLM(str(folder), config_overrides={"rope_parameters": {"rope_type": "yarn", "factor": factor}})
+    scaled.preflight(SimpleNamespace(max_length=2 * reach))
+    assert scaled.config.max_position_embeddings == 2 * reach
 
 
 def test_a_model_without_rotary_embedding_is_refused() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,7 +48,14 @@ class AdapterSource:
     file: str | None = None
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, start: Path | None = None) -> None:
+def add_adapters(
+    model: PreTrainedModel,
+    config: LoraConfig,
+    *,
+    layers: Sequence[int] | None = None,
+    seed: int = 0,
+    start: Path | None = None,
+) -> None:
     """Put a low-rank pair beside the layers that `config` names and freeze all else; `materialize` fills the pairs.
 
     Pairs beside bfloat16 or float16 layers are float32, as peft makes them.
@@ -55,6 +63,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, s
     Args:
         model: on meta.
         config: LoRA of linear layers, with peft's own start (``init_lora_weights=True``).
+        layers: numbers of the blocks that get pairs; None: all.
         seed: of the random start.
         start: a peft adapter folder to start from instead.
 
@@ -65,6 +74,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0, s
     from peft import inject_adapter_in_model
 
     _check_targets(model, config.target_modules)
+    config = _in_blocks(model, config, layers)
     tied = {name for pair in hf.tied_names(model).items() for name in pair}
     try:
         inject_adapter_in_model(config, model, NAME)
@@ -219,6 +229,10 @@ def _check_targets(model: PreTrainedModel, targets: Any) -> None:
     from lightning_nd.names import nearest
 
     if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise ValueError(f"lora.target_modules: {targets!r} is no regular expression: {error}.") from error
         return
     names = [name for name, module in model.named_modules() if not list(module.children())]
     for target in targets or ():
@@ -228,6 +242,33 @@ def _check_targets(model: PreTrainedModel, targets: Any) -> None:
             raise ValueError(
                 f"lora.target_modules: {type(model).__name__} has no layer {target!r}: {nearest(target, linear)}"
             )
+
+
+def _in_blocks(model: PreTrainedModel, config: LoraConfig, layers: Sequence[int] | None) -> LoraConfig:
+    """A configuration for some blocks only, by the names of its layers: peft limits lists of last parts alone.
+
+    Raises:
+        ValueError: for a block that the model has not, and for targets that are in none of them.
+    """
+    from lightning_nd.parallelize.blocks import find_blocks
+
+    if layers is None:
+        return config
+    blocks = [f"{name}." for name, _ in find_blocks(model)]
+    if lost := [number for number in layers if not 0 <= number < len(blocks)]:
+        raise ValueError(f"lora.layers: {type(model).__name__} has blocks 0 to {len(blocks) - 1}, and no {lost[0]}.")
+    targets: Any = config.target_modules
+    inside = tuple(blocks[number] for number in layers)
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(inside)]
+    if isinstance(targets, str) and targets != "all-linear":
+        names = [name for name in names if re.fullmatch(targets, name)]
+    elif targets != "all-linear":
+        names = [name for name in names if any(name == one or name.endswith(f".{one}") for one in targets)]
+    if not names:
+        raise ValueError(
+            f"lora.target_modules: {targets} is no linear layer of the blocks {list(layers)} (lora.layers)."
+        )
+    return replace(config, target_modules=names)
 
 
 def _check_folder(model: nn.Module, folder: Path) -> None:

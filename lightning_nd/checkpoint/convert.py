@@ -198,7 +198,7 @@ def _adapted(contents: Contents, prefix: str, settings: dict[str, Any], source: 
 
     lora = LoRA.of(settings["lora"])
     model = load_pretrained(source, **(settings.get("config_overrides") or {}))
-    add_adapters(model, lora.config(), seed=0)
+    add_adapters(model, lora.config(), layers=lora.layers)
     trained = {hf.clean_name(name)[len(prefix) :]: name for name in contents.weights(prefix)}
     pairs = {name for pair in pairs_by_weight(model).values() for name in (pair.first, pair.second)}
     if odd := sorted(pairs ^ set(trained)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_nd.checkpoint import _transformers as hf
+
+_SAMPLE = 1 << 20
 
 DTYPES = {
     "F64": torch.float64,
@@ -75,6 +79,18 @@ class WeightSource:
     pieces: dict[str, tuple[Piece, ...]]
     conversions: tuple[Conversion, ...]
     dtypes: dict[str, torch.dtype]
+
+    def fingerprint(self) -> str:
+        """A digest of names, sizes, headers and ends of the files: other weights give another one."""
+        digest = hashlib.sha256()
+        for file in sorted({stored.file for stored in self.stored.values()}):
+            with Path(self.path, file).open("rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                digest.update(f"{file} {size}".encode())
+                for start in (0, max(0, size // 2), max(0, size - _SAMPLE)):
+                    stream.seek(start)
+                    digest.update(stream.read(_SAMPLE))
+        return digest.hexdigest()[:16]
 
     @contextmanager
     def open(self) -> Iterator[OpenSource]:

@@ -55,7 +55,7 @@ class ChatDataModule(LightningDataModule):
         predict: Likewise, for prediction; its conversations may end with a user turn.
         tokenizer: Folder or hub id; the model's own if left out. In Python also a tokenizer.
         chat_template: Jinja file that replaces the tokenizer's chat template, and is exported with it.
-        max_length: Longest row in tokens; the tokenizer's limit if left out.
+        max_length: Longest row in tokens; if left out, the tokenizer's limit or the model's, the smaller one.
         micro_batch_size: Rows per data rank and step of accumulation.
         eval_micro_batch_size: The same for validation, test and prediction; ``micro_batch_size`` if left out.
         train_on: What the loss is over: every ``assistant`` turn, the ``last_assistant`` turn, the
@@ -359,7 +359,13 @@ class ChatDataModule(LightningDataModule):
         if self.max_length is not None:
             return self.max_length
         limit = self.tokenizer.model_max_length
-        return int(limit) if limit < _NO_LIMIT else None
+        known = [int(limit)] if limit < _NO_LIMIT else []
+        if not self.packing:  # the length of a pack is something to decide, not all that the model can take
+            config: Any = getattr(self.trainer.lightning_module if self.trainer else None, "config", None)
+            text = config.get_text_config() if hasattr(config, "get_text_config") else None
+            positions = getattr(text, "max_position_embeddings", None)
+            known += [positions] if isinstance(positions, int) and positions > 0 else []
+        return min(known, default=None)
 
     def describe(self, names: list[str] | None = None) -> str:
         """The start report of the sources set up so far: rows, tokens, lengths, drops, a decoded sample."""

@@ -52,7 +52,7 @@ def build(
     if lora is not None:
         from lightning_nd.checkpoint.adapters import add_adapters
 
-        add_adapters(model, lora.config())
+        add_adapters(model, lora.config(), layers=lora.layers)
     return model
 
 

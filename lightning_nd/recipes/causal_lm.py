@@ -144,7 +144,15 @@ class CausalLM(LightningModule):
         """The model without weights, for checks before any process is started."""
         from lightning_nd.checkpoint import from_config
 
-        model = from_config(self.config, dtype=dtype)
+        try:
+            model = from_config(self.config, dtype=dtype)
+        except Exception as error:  # whatever a model class meets in values that nobody has checked
+            if not self.overrides:
+                raise
+            raise ValueError(
+                f"config_overrides: {type(self.config).__name__} with {self.overrides} gives no model:"
+                f" {type(error).__name__}: {error}"
+            ) from error
         self._add_pairs(model)
         return model
 
@@ -161,7 +169,8 @@ class CausalLM(LightningModule):
         if self.lora.quantization is not None:
             quantize_linears(model)
         start = None if self.lora.adapter is None else Path(self.lora.adapter).expanduser()
-        add_adapters(model, self.lora.config(), seed=int(os.environ.get("PL_GLOBAL_SEED", "0")), start=start)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        add_adapters(model, self.lora.config(), layers=self.lora.layers, seed=seed, start=start)
 
     @override
     def configure_model(self) -> None:
@@ -230,12 +239,30 @@ class CausalLM(LightningModule):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.lora is not None:
+            checkpoint["lora_base"] = self._base()
+
+    def _base(self) -> str | None:
+        """What tells the weights beside the pairs from others; None for weights that were not read from files."""
+        from lightning_nd.checkpoint.source import WeightSource
+
+        source = getattr(self.model, "_nd_source", None)
+        return source.fingerprint() if isinstance(source, WeightSource) else None
+
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        base = self._base() if checkpoint.get("lora_base") and self.lora is not None else None
+        if base is not None and base != checkpoint["lora_base"]:
+            raise ValueError(
+                f"The checkpoint's low-rank pairs were trained beside other weights than those of {self.source}."
+                " Resume with the model that the run began with."
+            )
         saved = (checkpoint.get("hyper_parameters") or {}).get("lora")
         ours = self.hparams["lora"]
-        names = ("r", "alpha", "target_modules", "rslora", "layers")
+        names = ("r", "alpha", "target_modules", "rslora", "layers", "quantization")
         was, now = saved or {}, ours or {}
-        differ = [n for n in names if saved and ours and was[n] != now[n]]
+        differ = [n for n in names if saved and ours and n in was and was[n] != now[n]]
         if bool(saved) != bool(ours) or differ:
             given = ", ".join(f"{n} was {was[n]} and is {now[n]}" for n in differ)
             raise ValueError(

@@ -82,7 +82,7 @@ class LoRA:
         return asdict(self)
 
     def config(self) -> LoraConfig:
-        """What peft is given."""
+        """What peft is given; `add_adapters` sees to ``layers``."""
         from peft import LoraConfig
 
         alpha: Any = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
@@ -92,7 +92,6 @@ class LoRA:
             target_modules=self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules),
             lora_dropout=self.dropout,
             use_rslora=self.rslora,
-            layers_to_transform=None if self.layers is None else list(self.layers),
             bias="none",
             task_type="CAUSAL_LM",
         )

@@ -79,11 +79,13 @@ def schedule_bounds(total_steps: int, warmup: int | float, decay_over: int | flo
         ValueError: where they do not fit into ``total_steps``.
     """
     steps = _steps(warmup, total_steps)
-    if steps < 0 or steps >= total_steps:
+    if warmup < 0 or steps >= total_steps:
         raise ValueError(
             f"WarmupDecay: warmup={warmup} is {steps} steps of {total_steps}; it must be at least 0 and leave a step."
         )
     length = total_steps - steps if decay_over is None else _steps(decay_over, total_steps)
+    if length == total_steps - steps + 1 and _fractions(warmup, decay_over) and warmup + (decay_over or 0) <= 1 + 1e-9:
+        length -= 1  # both were rounded up
     if length < 1 or steps + length > total_steps:
         raise ValueError(
             f"WarmupDecay: decay_over={decay_over} is {length} steps of {total_steps}, of which {steps} warm up; it"
@@ -119,6 +121,10 @@ def check_schedule(scheduler: dict[str, Any] | None, total_steps: int) -> None:
 
 def _steps(value: int | float, total: int) -> int:
     return round(value * total) if isinstance(value, float) and value < 1 else int(value)
+
+
+def _fractions(*values: int | float | None) -> bool:
+    return all(isinstance(value, float) and value < 1 for value in values)
 
 
 def _is_warmup_decay(scheduler: dict[str, Any]) -> bool:

@@ -11,6 +11,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_ELSEWHERE = {
+    "dtype": "the weights' dtype is model.dtype",
+    "torch_dtype": "the weights' dtype is model.dtype",
+    "quantization_config": "frozen layers are quantized by model.lora.quantization",
+    **dict.fromkeys(("architectures", "model_type", "transformers_version", "auto_map"), "it says what the model is"),
+}
+_ROPE_KEYS = (
+    *("rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "truncate"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor"),
+    *("low_freq_factor", "high_freq_factor", "partial_rotary_factor"),
+)
 
 
 def apply_overrides(config: PretrainedConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,6 +43,8 @@ def apply_overrides(config: PretrainedConfig, given: Mapping[str, Any]) -> dict[
     for name, value in given.items():
         if name in _ROPE:
             continue
+        if name in _ELSEWHERE:
+            raise ValueError(f"config_overrides: {name!r} has no effect here; {_ELSEWHERE[name]}.")
         if name not in known:
             raise ValueError(f"config_overrides: {type(config).__name__} has no {name!r}: {nearest(name, known)}")
         changed[name] = value
@@ -64,11 +77,18 @@ def _override_rope(config: PretrainedConfig, asked: dict[str, Any], *, length_gi
         if not isinstance(part, dict):
             raise ValueError(f"config_overrides: {name} is {part!r}; it must be a mapping such as rope_type: yarn.")
         part = {("rope_type" if key == "type" else key): value for key, value in part.items()}
+        allowed = {*_ROPE_KEYS, *own}
+        if unknown := next((key for key in part if key not in allowed), None):
+            raise ValueError(f"config_overrides: {name} has no {unknown!r}: {nearest(unknown, allowed)}")
         if part.get("rope_type", merged.get("rope_type")) != merged.get("rope_type"):
             merged = {key: merged[key] for key in ("rope_theta", "partial_rotary_factor") if key in merged}
         merged |= part
     if "rope_theta" in asked:
         merged["rope_theta"] = asked["rope_theta"]
+    for key in ("factor", "rope_theta"):
+        value = 1.0 if merged.get(key) is None else merged[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
+            raise ValueError(f"config_overrides: {key} of the rotary embedding is {value!r}; it is a number from 1 on.")
     length = getattr(config, "max_position_embeddings", None)
     kind, factor = merged.get("rope_type", "default"), merged.get("factor")
     changed: dict[str, Any] = {}
@@ -106,9 +126,13 @@ def check_length(config: PretrainedConfig, max_length: int | None) -> None:
     Raises:
         ValueError: with both lengths and the override that would fit.
     """
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
     if max_length and isinstance(limit, int) and max_length > limit > 0:
-        factor = -(-max_length // limit)
+        # A model whose embedding is scaled already: factors are of the length before that.
+        own = getattr(text, "rope_parameters", None)
+        before = own.get("original_max_position_embeddings") if isinstance(own, dict) else None
+        factor = -(-max_length // (before or limit))
         raise ValueError(
             f"data.max_length={max_length} is beyond the {limit} positions (max_position_embeddings) that"
             f" {type(config).__name__} is made for. Shorten the rows, or scale its rotary embedding:"
