@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
@@ -133,7 +133,10 @@ def grouped(groups: list[tuple[int, float]]) -> list[Group]:
 def test_a_weight_is_how_many_times_an_epoch_reads_a_row(groups, seed, pack):
     made = grouped(groups)
     lengths = np.arange(sum(n for n, _ in groups)) % 7 + 1
-    order = PackOrder(made, lengths, 12) if pack else RowOrder(made)
+    try:
+        order = PackOrder(made, lengths, 12) if pack else RowOrder(made)
+    except ValueError:  # of some group nothing would ever be read
+        reject()
     total: Counter[int] = Counter()
     for epoch in range(4):  # in four epochs, quarters and halves come out whole
         items = order.items(seed, epoch, shuffle=True)
@@ -151,6 +154,18 @@ def test_a_weight_is_how_many_times_an_epoch_reads_a_row(groups, seed, pack):
         assert max(times) - min(times) <= 1
         if not pack and (4 * group.weight) % 1 == 0 and (len(group.rows) * group.weight) % 1 == 0:
             assert times == {4 * group.weight}
+
+
+def test_a_source_that_would_never_be_read_is_refused(tmp_path):
+    file = texts(tmp_path / "few.jsonl", *(f"row {i}" for i in range(9)))
+    text = refused({"path": file, "weight": 0.04})
+    assert "a weight of 0.04 on 9 rows is less than half a row an epoch" in text
+    assert "at least 0.056" in text
+    packed = {"packing": True, "max_length": 512}
+    text = refused({"path": file, "weight": 0.4}, **packed)
+    assert "a weight of 0.4 on 1 pack is less than half a pack" in text
+    loader = module({"path": file, "weight": 0.5}, **packed).train_dataloader()
+    assert len(loader) == 1  # not nothing, and not all rows one by one
 
 
 def test_half_a_weight_takes_turns():

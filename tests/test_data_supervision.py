@@ -225,6 +225,39 @@ def test_any_answer_is_found_in_full(contents, template):
     assert [f.removeprefix("<think>\n\n</think>\n\n") for f in found] == [f"{t}<|end|>" for t in trimmed]
 
 
+ONLY = (
+    "{% for m in messages %}{% if m.role in ROLES %}<|{{ m['role'] }}|>{{ m['content'] }}CALLS<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "calls", "said"),
+    [
+        (["user", "assistant", "tool"], "{{ m.tool_calls }}", r"leaves out turn 1 \(developer\)"),
+        (["developer", "user", "assistant"], "{{ m.tool_calls }}", r"leaves out turn 4 \(tool\), so the answers"),
+        (["developer", "user", "assistant", "tool"], "", r"leaves out the tool calls of turn 3 \(assistant\)"),
+        (["developer", "user", "assistant", "tool"], "{{ m.tool_calls }}", None),
+    ],
+)
+def test_what_the_template_leaves_out_is_refused(roles, calls, said):
+    template = ONLY.replace("ROLES", str(roles)).replace("CALLS", calls)
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": '{"sky": "blue"}'},
+        {"role": "assistant", "content": "Blue."},
+    ]
+    renderer = ChatRenderer(tiny_tokenizer(template))
+    if said is None:
+        assert "weather" in renderer.render(messages)
+        return
+    with pytest.raises(RowError, match=said):
+        renderer.render(messages)
+
+
 def test_a_turn_that_the_template_leaves_out_or_repeats_is_refused():
     with pytest.raises(RowError, match="turn 2 cannot be located: the template writes it 0 times"):
         supervised(

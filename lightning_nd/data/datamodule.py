@@ -349,10 +349,13 @@ class ChatDataModule(LightningDataModule):
         dataset = self._datasets[name]
         weight_of_row = np.repeat(weights, self._tallies[name].rows_of)
         groups = [Group(np.flatnonzero(weight_of_row == weight), weight) for weight in dict.fromkeys(weights)]
-        if self.packing and name != "predict":
-            assert self._longest is not None
-            return PackOrder(groups, dataset.lengths, self._longest)
-        return RowOrder(groups)
+        try:
+            if self.packing and name != "predict":
+                assert self._longest is not None
+                return PackOrder(groups, dataset.lengths, self._longest)
+            return RowOrder(groups)
+        except ValueError as error:
+            raise DataError(f"data.{name}: {error}") from error
 
     @property
     def _longest(self) -> int | None:

@@ -51,7 +51,7 @@ class Group:
 
     def count(self, of: int) -> int:
         """How many of ``of`` items an epoch reads."""
-        return round(self.weight * of)
+        return int(self.weight * of + 0.5)  # halves up: `round` makes nothing of a half
 
     def draw(self, items: Sequence[T], seed: int, epoch: int, number: int) -> list[T]:
         """The items of an epoch; group ``number`` of its dataset."""
@@ -80,7 +80,25 @@ class RowOrder:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)
-        self.size = sum(group.count(len(group.rows)) for group in self.groups)
+        self._count([len(group.rows) for group in self.groups])
+
+    def _count(self, items: list[int]) -> None:
+        """Fix how much an epoch reads, given the number of items of every group.
+
+        Raises:
+            ValueError: a group of which no epoch would read anything.
+
+        """
+        self.size = 0
+        for group, of in zip(self.groups, items, strict=True):
+            count = group.count(of)
+            if of and not count:
+                raise ValueError(
+                    f"a weight of {group.weight:g} on {of} {self.what}{'s' if of > 1 else ''} is less than half a"
+                    f" {self.what} an epoch, so none would ever be read; give it at least {0.5 / of:.2g}, or take the"
+                    " source out"
+                )
+            self.size += count
 
     def __len__(self) -> int:
         return self.size
@@ -114,10 +132,10 @@ class PackOrder(RowOrder):
     what = "pack"
 
     def __init__(self, groups: Sequence[Group], lengths: npt.NDArray[Any], capacity: int) -> None:
-        super().__init__(groups)
+        self.groups = list(groups)
         self.lengths, self.capacity = lengths, capacity
         packs = [best_fit_decreasing(lengths[group.rows].tolist(), capacity) for group in self.groups]
-        self.size = sum(group.count(len(p)) for group, p in zip(self.groups, packs, strict=True))
+        self._count([len(p) for p in packs])
         self.packs = sum(map(len, packs))
 
     def items(self, seed: int, epoch: int, *, shuffle: bool) -> list[Item]:

@@ -47,7 +47,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     ) -> None:
         # num_replicas and rank are always given, so no process group is asked for.
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
-        self.order = order or RowOrder([Group(np.arange(len(dataset)))])
+        self.order = RowOrder([Group(np.arange(len(dataset)))]) if order is None else order
         self.rows = len(self.order)
         self.micro_batch_size = micro_batch_size
         self.position = 0

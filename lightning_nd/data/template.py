@@ -137,9 +137,18 @@ class ChatRenderer:
                     "into the first user turn"
                 ) from error
             raise
-        for number, message in enumerate(messages, start=1):
-            if message["role"] in ("system", "user") and message["content"].strip() not in text:
-                raise RowError(f"the chat template leaves out turn {number} ({message['role']}), or changes its text")
+        for index, message in enumerate(messages):
+            role = message["role"]
+            turn = f"turn {index + 1} ({role})"
+            if role in ("system", "developer", "user") and message["content"].strip() not in text:
+                raise RowError(f"the chat template leaves out {turn}, or changes its text")
+            # A template may quote what a tool has answered; so ask whether another answer would be seen.
+            if role == "tool":
+                other = self._try(_with(messages, index, content=_MARK), tools, prompt)
+                if other is not None and _MARK not in other:
+                    raise RowError(f"the chat template leaves out {turn}, so the answers after it have no ground")
+            if message.get("tool_calls") and self._try(_with(messages, index, tool_calls=[]), tools, prompt) == text:
+                raise RowError(f"the chat template leaves out the tool calls of {turn}, so there is nothing to learn")
         if tools and self._try(messages, None, prompt) == text:
             raise RowError("the chat template leaves out the tools")
         return text
@@ -290,6 +299,12 @@ def _shared(a: str, b: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _with(messages: list[Message], index: int, **changes: Any) -> list[Message]:
+    """The conversation with fields of one message changed."""
+    changed: Any = {**messages[index], **changes}
+    return [*messages[:index], changed, *messages[index + 1 :]]
 
 
 def _stand_in(role: str = "assistant", content: str = _MARK) -> Message:
