@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 
 from lightning_nd.mesh import Meshes
 
+_LONG = 8192
 _CHECKED = 4  # batches of a stage; a loader that is shuffled by each rank alone shows it in the first
 
 
@@ -118,6 +119,22 @@ class SameRows:
         bounds = torch.stack([mine, -mine])
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group())
         return bool((bounds[0] == -bounds[1]).all())
+
+
+def warn_of_masks(batch: Any) -> None:
+    """Say once what keeps long rows that are padded or packed from needing masks of all pairs of tokens."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < _LONG:
+        return
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
+    packed = mask is None and isinstance(positions, Tensor) and int((positions == 0).sum()) > len(ids)
+    if padded or packed:
+        rank_zero_warn(
+            f"NDStrategy: rows of {_LONG:,} tokens or more that are padded or packed make attention build a mask of all"
+            " pairs of tokens, and may make it slow. NDStrategy(document_attention=True), or --nd.document_attention"
+            " true, needs none and gives the same numbers."
+        )
 
 
 def _digest(batch: Any) -> tuple[int, int]:

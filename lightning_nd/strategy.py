@@ -33,7 +33,7 @@ from lightning_nd.devices import claim, device_of, one_each
 from lightning_nd.dryrun import DryRunLauncher
 from lightning_nd.faults import Progress
 from lightning_nd.launch import _REPORTS, InProcess, LocalLauncher, RankFailedError, check_world, is_interactive
-from lightning_nd.loaders import SameRows, split_loader
+from lightning_nd.loaders import SameRows, split_loader, warn_of_masks
 from lightning_nd.loss import LossOptions, TokenLedger, install_loss, made, read_real_logits
 from lightning_nd.mesh import Degree, Meshes, ParallelDims
 from lightning_nd.names import warn_of_the_other_package
@@ -356,6 +356,7 @@ class NDStrategy(CheckpointedStrategy):
             assert self.lightning_module is not None
             self._same_rows.check(batch, self.lightning_module.trainer.training)
         if self._context is None:
+            warn_of_masks(batch)
             return super().batch_to_device(batch, device, dataloader_idx)
         moved = super().batch_to_device(self._context.shard(batch), device, dataloader_idx)
         self._context.remember(moved)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tiny import tiny_model, tiny_tokenizer
 
 from lightning_nd.callbacks import SampleCompletions
 from lightning_nd.callbacks.loss_plot import _smooth, plot_losses
@@ -29,6 +32,29 @@ def test_bad_prompts_are_named_by_file_and_line(tmp_path: Path, text: str, words
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{path}{words}"):
         SampleCompletions(str(path))
+
+
+def test_lines_are_those_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\ufeff{"prompt": "a\u2028b\u0085c"}\r\n', encoding="utf-8")
+    assert SampleCompletions(str(path)).conversations == [[{"role": "user", "content": "a\u2028b\u0085c"}]]
+    path.write_text('{"messages": [{"role": "assistant", "content": "c"}]}\n')
+    with pytest.raises(ValueError, match=f"{path}:1: there is nothing before the answer"):
+        SampleCompletions(str(path))
+
+
+def test_prompts_that_cannot_be_asked_are_refused_before_weights_load() -> None:
+    strict = tiny_tokenizer("{{ raise_exception('no users') }}")
+    plain = tiny_tokenizer()
+    module: Any = SimpleNamespace(tokenizer=strict, _trainer=None, config=None)
+    samples = SampleCompletions(["hello"], max_new_tokens=10)
+    with pytest.raises(ValueError, match=r"SampleCompletions: prompt 1: the chat template refuses it: .*no users"):
+        samples.setup(None, module, "fit")  # type: ignore[arg-type]
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=plain))  # whose template is in force
+    samples.setup(None, module, "fit")  # type: ignore[arg-type]
+    module.config = tiny_model(max_position_embeddings=16).config
+    with pytest.raises(ValueError, match=r"prompt 1: 8 tokens and max_new_tokens=10 are 18, and the model has 16"):
+        samples.setup(None, module, "fit")  # type: ignore[arg-type]
 
 
 def test_no_prompt_is_refused() -> None:

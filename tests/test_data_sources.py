@@ -83,6 +83,10 @@ class TestCsv:
         assert "5 rows cannot be used" in text
         assert decoded(module(str(path), on_bad_row="skip")) == ["two\nlines<|end|>", "last<|end|>"]
 
+    def test_a_column_that_is_named_twice_is_refused(self, tmp_path):
+        path = self.write(tmp_path / "a.csv", ["text", "text"], ["a", "b"])
+        assert "a.csv:1: the header names 'text' more than once" in refused(path)
+
     def test_a_field_may_be_long_and_a_file_without_rows_is_named(self, tmp_path):
         limit = csv.field_size_limit()
         path = self.write(tmp_path / "rows.csv", ["text"], ["a" * 200_000])

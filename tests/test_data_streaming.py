@@ -196,6 +196,17 @@ def test_the_first_rows_are_checked_before_training(tmp_path, capsys, caplog):
     assert "sample, supervised tokens in ⟦⟧" in text
 
 
+def test_a_stream_is_not_judged_by_its_first_rows_alone(tmp_path, caplog):
+    file = tmp_path / "rows.jsonl"
+    texts = ["x" * 60] * 100 + [f"good {i}" for i in range(5)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {"max_length": 20, "on_too_long": "drop", "streaming": True, "micro_batch_size": 1}
+    data = ChatDataModule(train=str(file), tokenizer=tiny_tokenizer(), **options)
+    with caplog.at_level("INFO"):
+        data.setup("fit")
+    assert "of the first 101 rows 1 can be used" in caplog.text
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_row_on_the_way_stops_with_its_place_or_is_counted(tmp_path, workers, caplog):
     path = Path(texts(tmp_path / "a.jsonl", 150))

@@ -47,7 +47,7 @@ RETURNS = (
 )
 CALLS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    "[{{ c.function.name }}]{% endfor %}<|end|>{% endfor %}"
+    "[{{ c.function.name }}]{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -102,6 +102,19 @@ def test_the_answer_starts_where_the_generation_prompt_ends():
         "b<|end|>",
         "<think>\nsome thought\n</think>\n\nd<|end|>",
     ]
+
+
+@pytest.mark.parametrize(
+    ("user", "assistant", "written"),
+    [
+        ("[INST] {{ m.content }} [/INST]", " {{ m.content }}", " yo"),
+        ("USER: {{ m.content }} ", "ASSISTANT: {{ m.content }}", "ASSISTANT: yo"),
+    ],
+)
+def test_without_a_generation_prompt_the_answer_is_all_that_the_model_has_to_write(user, assistant, written):
+    turn = f"{{% if m.role == 'user' %}}{user}{{% else %}}{assistant}<|end|>{{% endif %}}"
+    template = "{% for m in messages %}" + turn + "{% endfor %}"
+    assert supervised(chat("hi", "yo", "and?", "yo"), template) == [f"{written}<|end|>"] * 2
 
 
 def test_a_prompt_that_opens_the_thinking_block():

@@ -26,6 +26,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from pool import Pool
 from tiny import tiny_model, tiny_tokenizer
 from torch.utils.data import DataLoader
 
@@ -89,7 +90,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
 def stand_ins(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A tiny model under every name, one process in place of many, and the names that pages leave to the reader."""
     monkeypatch.chdir(tmp_path)
@@ -163,9 +163,12 @@ AFTER: dict[tuple[str, int], Callable[[dict[str, Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
-def test_python(page: str, stand_ins: dict[str, Any]) -> None:
-    names = {"__name__": "page", **stand_ins}
+def run_page(rank: int, world: int, page: str, model_folder: Path, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        run_blocks(page, {"__name__": "page", **stand_ins(model_folder, folder, patch)})
+
+
+def run_blocks(page: str, names: dict[str, Any]) -> None:
     for number, block in enumerate(b for b in of("python") if b.page == page):
         BEFORE.get((page, number), lambda _: None)(names)
         code = compile(block.text, str(block), "exec")
@@ -174,6 +177,12 @@ def test_python(page: str, stand_ins: dict[str, Any]) -> None:
         AFTER.get((page, number), lambda _: None)(names)
     trained = names.get("trainer")
     assert trained is None or trained.global_step in (0, 1)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
+def test_python(pool: Pool, page: str, model_folder: Path, tmp_path: Path) -> None:
+    # not in this process: it would keep the threads of a process group, and others are forked from it
+    pool.run(run_page, 1, page, model_folder, tmp_path)
 
 
 def _unknown(code: types.CodeType, names: dict[str, Any]) -> set[str]:

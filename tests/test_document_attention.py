@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -58,3 +59,20 @@ def test_h07_nothing_is_as_large_as_the_square_of_the_length(pool: Pool, kind: s
     batch = long_batches(length)[kind]
     assert pool.run(largest_tensor, 1, [batch], True)[0] < length**2 / 2
     assert pool.run(largest_tensor, 1, [batch], False)[0] >= length**2  # what transformers does by itself
+
+
+@pytest.mark.parametrize(
+    ("length", "extra", "told"),
+    [
+        (8192, {"attention_mask": torch.ones(1, 8192)}, False),
+        (8192, {"attention_mask": torch.arange(8192)[None] < 8000}, True),
+        (8192, {"position_ids": torch.arange(8192)[None]}, False),
+        (8192, {"position_ids": torch.arange(8192)[None] % 4096}, True),
+        (4096, {"position_ids": torch.arange(4096)[None] % 2048}, False),
+    ],
+)
+def test_h07_masks_of_long_rows_are_told_of(length: int, extra: dict[str, torch.Tensor], told: bool) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        warn_of_masks({"input_ids": torch.zeros(1, length, dtype=torch.long), **extra})
+    assert any("document_attention=True" in str(w.message) for w in seen) is told

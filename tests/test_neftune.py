@@ -35,6 +35,17 @@ def test_noise_belongs_to_the_row_and_the_step() -> None:
     assert not torch.equal(made, noise(ids, mask, 32, 5.0, 4, 0))
 
 
+def test_noise_of_a_row_is_the_same_in_a_pack() -> None:
+    ids, rows = torch.arange(40).reshape(1, 40) % 23, (9, 17, 14)
+    positions = torch.cat([torch.arange(n) for n in rows])[None]
+    made = noise(ids, None, 32, 5.0, 3, 0, positions)[0]
+    start = 0
+    for length in rows:
+        alone = noise(ids[:, start : start + length], None, 32, 5.0, 3, 0)[0]
+        assert torch.equal(made[start : start + length], alone)
+        start += length
+
+
 def fit(rank: int, world: int, folder: Path, degrees: dict[str, int]) -> tuple[float, float]:
     os.environ["PL_GLOBAL_SEED"] = "3"
     batch = make_batches(1)[0]

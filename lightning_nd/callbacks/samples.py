@@ -40,11 +40,43 @@ class SampleCompletions(Callback):
     def __init__(self, prompts: str | list[str], max_new_tokens: int = 24, limit: int = 4) -> None:
         if max_new_tokens < 1 or limit < 1:
             raise ValueError(f"SampleCompletions: max_new_tokens={max_new_tokens} and limit={limit} must be positive.")
-        self.conversations = [_as_messages(p) for p in prompts] if isinstance(prompts, list) else _read(prompts)
-        if not self.conversations:
+        if isinstance(prompts, list):
+            found = {f"prompt {number}": _as_messages(prompt) for number, prompt in enumerate(prompts, 1)}
+        else:
+            found = _read(prompts)
+        if not found:
             raise ValueError(f"SampleCompletions: no prompt in {prompts!r}.")
-        self.conversations = self.conversations[:limit]
+        self._places, self.conversations = list(found)[:limit], list(found.values())[:limit]
         self.max_new_tokens = max_new_tokens
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # what cannot be asked is told now, and not at the first validation
+            self._encoded(pl_module)
+
+    def _encoded(self, module: LightningModule) -> list[list[int]]:
+        """The prompts as the model sees them.
+
+        Raises:
+            ValueError: there is no tokenizer, its template refuses a prompt, or a prompt and its completion do not
+                fit the model; named.
+        """
+        tokenizer = _tokenizer(module)
+        if tokenizer is None:
+            raise ValueError(f"{type(self).__name__} needs {type(module).__name__}.tokenizer, which is missing.")
+        limit, encoded = _positions(module), []
+        for place, messages in zip(self._places, self.conversations, strict=True):
+            try:
+                encoded.append(_encode(tokenizer, messages))
+            except Exception as error:  # a template raises whatever it likes
+                raise ValueError(f"{type(self).__name__}: {place}: the chat template refuses it: {error}") from error
+            tokens, more = len(encoded[-1]), self.max_new_tokens
+            if limit is not None and tokens + more > limit:
+                raise ValueError(
+                    f"{type(self).__name__}: {place}: {tokens} tokens and max_new_tokens={more} are {tokens + more},"
+                    f" and the model has {limit} positions. Shorten the prompt, or ask for fewer."
+                )
+        return encoded
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,12 +96,9 @@ class SampleCompletions(Callback):
         """The prompts and what the model answers; collective over all ranks.
 
         Raises:
-            ValueError: if the module has no tokenizer.
+            ValueError: for prompts that cannot be asked, as when the fit was set up.
         """
-        tokenizer = getattr(module, "tokenizer", None)
-        if tokenizer is None:
-            raise ValueError(f"{type(self).__name__} needs {type(module).__name__}.tokenizer, which is missing.")
-        prompts = [_encode(tokenizer, messages) for messages in self.conversations]
+        prompts, tokenizer = self._encoded(module), _tokenizer(module)
         stops = _stops(module, tokenizer)
         found = []
         for messages, answer in zip(
@@ -142,6 +171,8 @@ def greedy(
     device = module.trainer.strategy.root_device
     longest = max(map(len, prompts)) + new_tokens
     width = -(-longest // _BLOCK) * _BLOCK
+    if (limit := _positions(module)) is not None:
+        width = max(longest, min(width, limit))
     ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     for row, prompt in enumerate(prompts):
@@ -179,6 +210,19 @@ def _same_everywhere(tokens: Tensor) -> Tensor:
     return tokens
 
 
+def _tokenizer(module: LightningModule) -> Any:
+    """With the chat template in force, which is the data module's if it has one."""
+    data = getattr(module._trainer, "datamodule", None)
+    return getattr(data, "tokenizer", None) or getattr(module, "tokenizer", None)
+
+
+def _positions(module: LightningModule) -> int | None:
+    config: Any = getattr(module, "config", None) or getattr(getattr(module, "model", None), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    limit = getattr(text, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
 def _encode(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     if tokenizer.chat_template:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -203,25 +247,31 @@ def _as_messages(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
 
 
-def _read(path: str) -> list[list[dict[str, str]]]:
-    conversations = []
+def _read(path: str) -> dict[str, list[dict[str, str]]]:
+    """Conversations by file and line."""
+    conversations: dict[str, list[dict[str, str]]] = {}
     text_file = Path(path).suffix == ".txt"
-    for number, line in enumerate(Path(resolve(path)).expanduser().read_text(encoding="utf-8").splitlines(), 1):
+    # JSON takes line separators other than these in its strings
+    lines = Path(resolve(path)).expanduser().read_text(encoding="utf-8-sig").split("\n")
+    for number, line in enumerate(lines, 1):
+        place = f"{path}:{number}"
         if not line.strip():
             continue
         if text_file:
-            conversations.append(_as_messages(line.strip()))
+            conversations[place] = _as_messages(line.strip())
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not valid JSON: {error}") from error
+            raise ValueError(f"{place}: not valid JSON: {error}") from error
         if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-            conversations.append(_as_messages(row["prompt"]))
+            conversations[place] = _as_messages(row["prompt"])
         elif isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
             messages = row["messages"]
             # the answer is the model's: a closing assistant turn is not part of the prompt
-            conversations.append(messages[:-1] if messages[-1].get("role") == "assistant" else messages)
+            conversations[place] = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+            if not conversations[place]:
+                raise ValueError(f"{place}: there is nothing before the answer, so nothing to be asked.")
         else:
-            raise ValueError(f'{path}:{number}: expected {{"prompt": "…"}} or {{"messages": […]}}.')
+            raise ValueError(f'{place}: expected {{"prompt": "…"}} or {{"messages": […]}}.')
     return conversations

@@ -24,7 +24,7 @@ from lightning_nd.data.order import Group, PackOrder, RowOrder
 from lightning_nd.data.report import CLOSE, OPEN, check, describe, mark, what_happened
 from lightning_nd.data.rows import Message
 from lightning_nd.data.sampler import GlobalOrderSampler, SequentialOrderSampler
-from lightning_nd.data.stream import HEAD, StreamDataset, StreamLoader
+from lightning_nd.data.stream import StreamDataset, StreamLoader
 from lightning_nd.data.template import ChatRenderer, prepare_tokenizer
 from lightning_nd.data.tokenise import Policy, tokenise
 
@@ -273,7 +273,7 @@ class ChatDataModule(LightningDataModule):
     def _describe_stream(self) -> str:
         tally, example = self._stream().head()
         lines = [f"data: {note}" for note in self._notes]
-        looked = min(HEAD, tally.rows + len(tally.bad) + tally.dropped_rows)
+        looked = tally.rows + len(tally.bad) + tally.dropped_rows
         usable = f"{tally.rows} can be used, the longest of {tally.longest:,} tokens"
         lines.append(f"train: streamed; of the first {looked} rows {usable}")
         if happened := what_happened(tally, self.on_bad_row):

@@ -67,7 +67,7 @@ def parse_row(value: dict[str, Any], *, prompts: bool = False) -> Row:
         RowError: with the reason, and the role sequence of a chat row.
 
     """
-    train = value.get("train", True)
+    train = True if value.get("train") is None else value["train"]  # columns of Parquet fill up with null
     if not isinstance(train, bool):
         raise RowError(f"'train' must be true or false, not {train!r}")
     if value.get("messages") is not None:

@@ -289,6 +289,9 @@ def _csv_rows(path: Path, reader: Any) -> Iterator[RawRow]:
             continue
         if header is None:
             header = [name.strip() for name in fields]
+            if twice := next((name for name in header if header.count(name) > 1), None):
+                yield RawRow(where, None, f"the header names {twice!r} more than once, and one of them would be lost")
+                return
         elif len(fields) != len(header):
             yield RawRow(where, None, f"{len(fields)} fields, but the header names {len(header)}")
         else:

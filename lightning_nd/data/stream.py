@@ -119,14 +119,16 @@ class StreamDataset(IterableDataset[Batch]):
         return _tensors(Example([self.pad_id] * 2, [IGNORE] * 2))
 
     def head(self) -> tuple[Tally, Example | None]:
-        """Check the first rows of the files; an example with something supervised among them.
+        """Check the first rows of the files, up to one that can be learnt from; that example.
 
         Raises:
             DataError: as for any source, from the first rows.
 
         """
         tally, shown = Tally([one.name for one in self.inputs]), None
-        for row in islice((row for one in self.inputs for row in one.rows()), HEAD):
+        for number, row in enumerate(row for one in self.inputs for row in one.rows()):
+            if number >= HEAD and shown is not None:
+                break
             example = encode_row(row(), self.encoder, self.policy, tally)
             if example is not None:
                 tally.rows += 1

@@ -1,6 +1,6 @@
 """Rendering conversations with a chat template, and finding the assistant's text in the rendering."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,13 +195,17 @@ class ChatRenderer:
 
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if (found := self._all_at_once(messages, tools, full, turns)) is not None:
-            return found
-        spans: dict[int, Span] = {}
-        done = 0
-        for index in turns:
-            spans[index] = span = self._span(messages, tools, full, index, done)
-            done = span.stop
+        spans = self._all_at_once(messages, tools, full, turns)
+        if spans is None:
+            spans, done = {}, 0
+            for index in turns:
+                spans[index] = span = self._span(messages, tools, full, index, done)
+                done = span.stop
+        if not self._header:  # no generation prompt: the model writes all that follows the turns before its own
+            for index in filter(None, turns):
+                prompt = self._try(messages[:index], tools, True)
+                if prompt is not None and full.startswith(prompt) and len(prompt) < spans[index].start:
+                    spans[index] = replace(spans[index], start=len(prompt))
         return spans
 
     def _all_at_once(

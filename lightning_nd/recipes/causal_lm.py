@@ -314,7 +314,8 @@ class CausalLM(LightningModule):
         if (alpha := self.hparams["neftune"]) is not None:
             width = self.config.get_text_config().hidden_size
             seed, mask = int(os.environ.get("PL_GLOBAL_SEED", "0")), batch.get("attention_mask")
-            self._noise = noise(batch["input_ids"], mask, width, alpha, seed, self.trainer.global_step)
+            starts, step = batch.get("position_ids"), self.trainer.global_step
+            self._noise = noise(batch["input_ids"], mask, width, alpha, seed, step, starts)
         loss: Tensor = self(**batch).loss
         self._noise = None
         count = supervised_tokens(batch)
