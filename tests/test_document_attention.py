@@ -13,6 +13,8 @@ from reference import Batch, make_batches
 from test_attention_parity import check, packed, run, sgd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_nd.loaders import warn_of_masks
+
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (1, 2, 1)], ids=str)
