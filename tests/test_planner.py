@@ -351,7 +351,7 @@ def test_a_run_that_is_far_from_its_plan_is_told(tmp_path: Path, monkeypatch: py
     batch = {"input_ids": torch.zeros(1, 2048)}
     module: Any = Steps()
     clock = iter([0.0, 20.0] * 2)
-    monkeypatch.setattr("lightning_nd.callbacks.advice.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("lightning_nd.callbacks.clock.time.perf_counter", lambda: next(clock))
     for advice in (PlanAdvice(after=1, steps=2), PlanAdvice("h100-80gb", after=1, steps=2)):
         advice.on_train_start(trainer, module)
         for _ in range(6):
