@@ -20,6 +20,7 @@ from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from pool import Pool  # noqa: E402
 from resuming import write_rows  # noqa: E402
 
@@ -38,3 +39,12 @@ def pool() -> Iterator[Pool]:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file of 24 chats, for runs that are interrupted."""
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 24)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A test that leaves a process group here fails itself, and not a later one that forks this process."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("This test left a process group in pytest's process: run it in the pool, or destroy the group.")

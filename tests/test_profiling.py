@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import time
 from pathlib import Path
@@ -91,10 +93,14 @@ def test_bytes_are_told_by_axis(pool: Pool, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
 
 
-def test_the_command_leaves_a_profile_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def _command(rank: int, world_size: int, folder: str) -> tuple[int, int, str]:
+    page = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(page):
+        good = main(["profile", "--config", "recipe.yaml", "--steps", "1", "--warmup", "0"])
+        return good, main(["profile", "--config", "recipe.yaml", "--steps", "0"]), page.getvalue()
+
+
+def test_the_command_leaves_a_profile_and_nothing_else(pool: Pool, tmp_path: Path) -> None:
     write_model_and_rows(tmp_path)
     (tmp_path / "recipe.yaml").write_text(
         "trainer: {accelerator: cpu, default_root_dir: out, max_epochs: 1}\n"
@@ -102,9 +108,8 @@ def test_the_command_leaves_a_profile_and_nothing_else(
         "data: {init_args: {train: rows.jsonl, max_length: 32}}\n"
         "lr_scheduler: {class_path: lightning_nd.recipes.WarmupDecay, init_args: {warmup: 100}}\n"
     )
-    assert main(["profile", "--config", "recipe.yaml", "--steps", "1", "--warmup", "0"]) == 0
-    page = capsys.readouterr().out
+    good, refused, page = pool.run(_command, 1, str(tmp_path))[0]
+    assert (good, refused) == (0, 2)
     assert "backward" in page
-    left = [str(path.relative_to("out")) for path in Path("out").rglob("*") if path.is_file()]
+    left = [str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert sorted(left) == ["profile/profile.json", "profile/trace.json"]
-    assert main(["profile", "--config", "recipe.yaml", "--steps", "0"]) == 2
