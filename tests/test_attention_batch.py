@@ -160,6 +160,7 @@ def _models() -> dict[str, tuple[Any, str]]:
             t.Gemma3TextConfig(**small, **mlp, head_dim=8, use_bidirectional_attention=True),
             "both directions",
         ),
+        "nemotron": (t.NemotronConfig(**small, **mlp), "do not hand keyword arguments on"),
         "phi3 longrope": (t.Phi3Config(**small, **mlp, rope_scaling=yarn, pad_token_id=0), "'longrope'"),
     }
 
@@ -177,6 +178,7 @@ def _models() -> dict[str, tuple[Any, str]]:
         "gpt2 dropout",
         "llama dropout",
         "gemma3 both ways",
+        "nemotron",
         "phi3 longrope",
     ],
 )

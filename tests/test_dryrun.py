@@ -37,6 +37,7 @@ def dims(shard: int, tp: int = 1, cp: int = 1, replicate: int = 1) -> ParallelDi
 FP32, BF16 = Work(128, precision="32-true"), Work(128)
 ALLOCATED: list[tuple[str, Setting, Work, dict[str, Any] | None]] = [
     ("llama", Setting(dims(1, cp=2)), FP32, None),
+    ("gemma3", Setting(dims(1, cp=2)), FP32, None),  # windows under cp
     ("qwen3_moe", Setting(dims(4), micro_batch=2), BF16, None),
     ("gemma3", Setting(dims(1, tp=2)), FP32, None),
     ("llama", Setting(dims(4), checkpointing="selective"), BF16, {"r": 4}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from lightning_nd.planner.memory import memory
 from lightning_nd.planner.search import Limits, layouts, search, suggestions
 from lightning_nd.planner.simulate import play_rank, simulate
 from lightning_nd.planner.steptime import CONSTANTS, step_time
+from lightning_nd.recipes.lora import LoRA
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 512,
@@ -111,6 +113,46 @@ def test_layouts_are_legal_exactly_where_fit_runs_them(asked: Any) -> None:
         except ValueError:
             refused = True
         assert (refusal(dims) is not None) == refused, dims
+
+
+def _legality(count: int) -> list[tuple[str, int, int]]:
+    families = ("llama", "qwen3", "phi3", "olmo2", "gpt_neox", "qwen3_moe", "nemotron", "stablelm")
+    every = [(family, tp, cp) for family in families for tp in (1, 2, 3, 4) for cp in (1, 2) if tp * cp > 1]
+    return [*random.Random(0).sample(every, count), ("nemotron", 1, 2), ("stablelm", 1, 2)]
+
+
+@pytest.mark.parametrize(("family", "tp", "cp"), _legality(8))
+def test_a_layout_is_refused_exactly_where_a_simulated_rank_fails(family: str, tp: int, cp: int) -> None:
+    same = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, **same, **more, vocab_size=128, num_key_value_heads=4)
+    _, refusal = ask(config, family, "bf16-mixed")
+    setting = Setting(ParallelDims(1, 2, cp, tp))
+    why = refusal(setting.dims)
+    if why is None:
+        assert in_child(play_rank, config, setting, Work(48)).peak > 0
+    else:
+        with pytest.raises((ValueError, RuntimeError)):
+            in_child(play_rank, config, setting, Work(48))
+
+
+def test_experts_rows_are_whole_around_their_split_products() -> None:
+    config = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}  # 2 × 32: as wide as the stream
+    facts, _ = ask(AutoConfig.for_model("olmoe", **config, **experts, vocab_size=128), "olmoe", "bf16-mixed")
+    (block,) = facts.blocks
+    hidden, routed = 64 * 2, 2  # bytes a row in bf16, rows a token
+    assert block.saved.whole >= 2 * routed * hidden  # what goes into the first product, and comes out of the second
+    assert block.saved.split <= routed * (2 + 1) * hidden + 6 * hidden  # gate and up, their product; attention
+
+
+def test_pairs_are_counted_in_the_dtype_of_compute() -> None:
+    heads = LLAMA["num_attention_heads"]
+    kept = [
+        ask(llama(), "llama", precision, LoRA(r=8))[0].blocks[-1].kept.split - 4 * heads  # the log-sum-exp is float32
+        for precision in ("bf16-mixed", "32-true")
+    ]
+    assert kept[1] == 2 * kept[0] > 0
 
 
 def test_search_is_deterministic_ranked_and_within_memory(asked: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nd.attention.context import AttentionContext, context_parallel_attention
+from lightning_nd.attention.probe import hands_on_keywords
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -111,6 +112,8 @@ def _interface_problems(model: PreTrainedModel) -> list[str]:
         found.append("it has an encoder and cross attention")
     if model.config.get_text_config() is not model.config:
         found.append("it takes more than text")
+    if not found and not hands_on_keywords(model):
+        found.append("its blocks do not hand keyword arguments on to their attention, which needs the tokens' layout")
     return found
 
 

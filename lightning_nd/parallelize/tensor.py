@@ -214,6 +214,9 @@ def describe_split(model: nn.Module, tp_plan: TPPlan | Literal["auto"] = "auto")
             if placement.is_replicate():
                 continue
             divided.add(full_name)
+            owner = assignment.parameters.get(full_name, style)
+            if not owner.fits_pure_region:
+                continue  # its slices are gathered at once
             if (region := _enclosing(name, regions)) is not None:
                 widths.setdefault(region, set()).add(parameter.shape[placement.dim])  # type: ignore[attr-defined]
     return Split(frozenset(divided), grouped, regions, {k: frozenset(v) for k, v in widths.items()})

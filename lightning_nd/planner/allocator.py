@@ -7,8 +7,9 @@ from typing import Any
 
 from lightning_nd.planner.layout import Setting, Work
 
-# Kernels of the CPU that take scratch of their own, which a GPU's do not: attention, and the lists of the optimizer.
-_SCRATCH = ("flash_attention_for_cpu", "_foreach_")
+# Kernels of the CPU that take scratch of their own, which a GPU's do not: attention, the lists of the optimizer, and
+# sums in place of two dtypes, where the CPU converts the second before it adds.
+_SCRATCH = ("flash_attention_for_cpu", "_foreach_", "aten::add_")
 
 
 def allocated_peak(

@@ -53,6 +53,9 @@ def build(
         from lightning_nd.checkpoint.adapters import add_adapters
 
         add_adapters(model, lora.config(), layers=lora.layers)
+        if not weights:  # pairs are float32, and computed with in the dtype of compute
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.float32 if wide else torch.bfloat16)
     return model
 
 

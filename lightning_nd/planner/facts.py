@@ -16,8 +16,9 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from lightning_nd.parallelize.blocks import find_blocks
 from lightning_nd.parallelize.tensor import Split, describe_split
+from lightning_nd.planner.experts import PRODUCTS, ExpertRows
 from lightning_nd.planner.model import Attention, Block, ModelFacts, PerToken, Sizes, Working
-from lightning_nd.planner.working import PRODUCTS, watch
+from lightning_nd.planner.working import watch
 
 NAME = "nd_planner"
 TOKENS = 509  # a prime, so that a tensor whose size it divides has a token dim
@@ -233,9 +234,14 @@ class _Recorder(TorchDispatchMode):
         self.tail = Working()
         self.is_watching = False
         self.scales_logits = False
-        self.logits = TOKENS * int(model.config.get_text_config().vocab_size)
+        config = model.config.get_text_config()
+        self.logits = TOKENS * int(config.vocab_size)
+        packed = [n for n, p in model.named_parameters() if p.dim() == 3]
+        self.experts = ExpertRows(TOKENS, _routed(config) if packed else 0, any(n in split.split for n in packed))
 
     def where(self, tensor: Tensor) -> str:
+        if self.experts.has(tensor):
+            return self.experts.where(tensor)
         if self.region is None:
             return "residual"
         if tensor.untyped_storage()._cdata in self.border:
@@ -263,6 +269,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.experts.note(func, args, out)
         if self.current is not None:
             name = func._schema.name.rpartition("::")[2]
             tensors = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
@@ -379,7 +386,7 @@ def _watch(model: PreTrainedModel, recorder: _Recorder) -> None:
             def call(x: Tensor, block: Any = block, rest: Any = rest, more: Any = more) -> Any:
                 return block(x, *rest, **more)
 
-            known[kind] = watch(call, hidden, recorder.where, weights, sized(path), held)
+            known[kind] = watch(call, hidden, recorder.where, weights, sized(path), held, recorder.experts)
         recorder.working[path] = known[kind]
     if last:
         modules = [module for module, _ in last]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_nd.parallelize.offload import is_moving_to_host
+from lightning_nd.planner.engine import is_engines_sum
 from lightning_nd.planner.patches import resizes
 
 
@@ -37,6 +38,7 @@ class LiveStorages(TorchDispatchMode):
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._made: dict[str, int] = defaultdict(int)
         self._resizes: Any = None
+        self._unsure: tuple[list[Any], int, dict[str, int]] | None = None
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were there before."""
@@ -69,16 +71,27 @@ class LiveStorages(TorchDispatchMode):
             self.peaks[self.phase] = self.live
             self.peak_made[self.phase] = dict(self._made)
 
+    def _settle(self) -> None:
+        """A sum of the engine's was made in place if its first part is gone as soon as it is there."""
+        if self._unsure is None:
+            return
+        (size, _), live, made = self._unsure
+        self._unsure = None
+        if size and live > self.peaks[self.phase]:
+            self.peaks[self.phase], self.peak_made[self.phase] = live, made
+
     def __enter__(self) -> Any:
         self._resizes = resizes(self._resized)
         self._resizes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self._settle()
         self._resizes.__exit__(*error)
         super().__exit__(*error)
 
     def _resized(self, storage: Any) -> None:
+        self._settle()
         if (record := self._known.get(storage)) is not None:
             self._change(record, storage.nbytes())
             self._note()
@@ -90,11 +103,15 @@ class LiveStorages(TorchDispatchMode):
             return NotImplemented
         if func is torch.ops._c10d_functional.wait_tensor.default and self._fake is not None:
             return args[0]  # the real one returns its argument; the fake one a new tensor
+        self._settle()
         out = func(*args, **(kwargs or {}))
         if not is_moving_to_host():
             for tensor in _tensors(out):
                 self._add(tensor)
-            self._note()
+            if is_engines_sum(func) and (first := self._known.get(args[0].untyped_storage())) is not None:
+                self._unsure = first, self.live, dict(self._made)
+            else:
+                self._note()
         return out
 
 

@@ -17,20 +17,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_nd.planner.experts import PRODUCTS, ExpertRows
 from lightning_nd.planner.model import Moment, PerToken, Sizes, Working
 
 #: ``split``, ``whole`` or ``residual`` (see `PerToken`), of a tensor made forward.
 Where = Callable[[Tensor], str]
 _KINDS = ("split", "whole", "residual", "gathered")
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm", "linear", "grouped_mm_fallback")
 
 
 class _Live(TorchDispatchMode):
     """Live bytes of a block's tensors, by kind, and every moment at which there is more than at any other."""
 
-    def __init__(self, tokens: int, where: Where, weights: Iterable[Tensor], sized: dict[torch.Size, Sizes]) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        where: Where,
+        weights: Iterable[Tensor],
+        sized: dict[torch.Size, Sizes],
+        experts: ExpertRows,
+    ) -> None:
         super().__init__()
-        self.tokens, self.sized = tokens, sized
+        self.tokens, self.sized, self.experts = tokens, sized, experts
         self.where: Where | None = where  # None: backward, where kinds are those of tensors as wide
         self.widths: dict[float, str] = {}
         self.live: dict[Any, float] = {}
@@ -52,8 +59,11 @@ class _Live(TorchDispatchMode):
         key: Any
         if tensor.numel() % self.tokens == 0 and size % self.tokens == 0:
             features = tensor.numel() / self.tokens
-            key = where or (self.where(tensor) if self.where else self.widths.get(features, "whole"))
-            self.widths.setdefault(features, key)
+            if where is None and self.experts.has(tensor):
+                key = self.experts.where(tensor)
+            else:
+                key = where or (self.where(tensor) if self.where else self.widths.get(features, "whole"))
+                self.widths.setdefault(features, key)
         elif tensor.shape in self.sized:
             key, size = tensor.shape, 1
         else:
@@ -82,6 +92,7 @@ class _Live(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._gathered(tensor)
         out = func(*args, **(kwargs or {}))
+        self.experts.note(func, args, out)
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if isinstance(tensor, Tensor):
                 self.add(tensor)
@@ -153,6 +164,7 @@ def watch(
     weights: dict[str, nn.Parameter],
     sized: Callable[[str], Sizes],
     held: Iterable[Tensor] = (),
+    experts: ExpertRows | None = None,
 ) -> Working:
     """What is live while ``call(hidden)`` runs forward and backward on meta.
 
@@ -163,7 +175,9 @@ def watch(
         weights: its parameters by name.
         sized: how it divides a parameter.
         held: other tensors that are there anyway.
+        experts: follows the rows of a block's experts, if it has any.
     """
+    experts = experts or ExpertRows(hidden.shape[1], 0, False)
     tokens = hidden.shape[1]
     grads: dict[torch.Size, Sizes] = {}
     for name, p in weights.items():
@@ -178,10 +192,10 @@ def watch(
         out = call(made)
         return out[0] if isinstance(out, tuple) else out
 
-    checkpointed = _Live(tokens, where, known, grads)
+    checkpointed = _Live(tokens, where, known, grads, experts)
     with checkpointed, saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
         forward(checkpointed)
-    live = _Live(tokens, where, known, grads)
+    live = _Live(tokens, where, known, grads, experts)
     with live:
         out = forward(live)
         ahead = live.moments()
