@@ -169,6 +169,13 @@ def test_search_is_deterministic_ranked_and_within_memory(asked: Any) -> None:
     assert plan.asked == len(plan.candidates) + sum(r.count for r in plan.rejected)
 
 
+def test_degrees_that_are_refused_alike_are_one_reason(asked: Any) -> None:
+    facts, refusal = asked
+    (refused,) = [r for r in search(facts, Work(4096), cluster(64), refusal).rejected if "tp=" in r.reason]
+    assert "tp=16, 32, 64 does not divide num_attention_heads=8" in refused.reason
+    assert refused.count == sum(dims.tp > 8 for dims in layouts(64))
+
+
 def test_what_does_not_fit_says_what_would(asked: Any) -> None:
     facts, refusal = asked
     small = cluster(1, memory_gib=1.52)

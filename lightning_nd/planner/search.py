@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -93,7 +94,7 @@ def search(
             continue
         if (why := refusal(dims)) is not None:
             asked += 1
-            rejected.setdefault(why, Rejection(why)).count += 1
+            _note_refusal(rejected, dims, why)
             continue
         batches = list(_batches(dims, work, limits))
         if not batches:
@@ -189,6 +190,14 @@ def _batches(dims: ParallelDims, work: Work, limits: Limits) -> Iterator[tuple[i
 
 def _powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def _note_refusal(rejected: dict[str, Rejection], dims: ParallelDims, why: str) -> None:
+    """Refusals that differ in the degree only are one class."""
+    entry = rejected.setdefault(why.replace(f"tp={dims.tp} ", "tp "), Rejection(why))
+    entry.count += 1
+    if (named := re.search(r"tp=(\d+(?:, \d+)*) ", entry.reason)) and str(dims.tp) not in named[1].split(", "):
+        entry.reason = entry.reason.replace(named[0], f"tp={named[1]}, {dims.tp} ", 1)
 
 
 def _note_batch(rejected: dict[str, Rejection], dims: ParallelDims, work: Work, limits: Limits) -> None:
