@@ -127,7 +127,10 @@ class _Rank:
 
     def full(self, block: Block) -> float:
         """Kept of one block that is not checkpointed."""
-        return block.saved.on(self.tp, self.work.sequence_parallel) * self.tokens + self.masked(block)
+        # peft casts the input of a block's first pair to the pair's float32, before FSDP2 gathers it in bf16
+        has_pairs = block.frozen.total > 0 and block.trainable.total > 0 and self.work.precision == "bf16-mixed"
+        cast = self.whole_stream if has_pairs else 0.0
+        return block.saved.on(self.tp, self.work.sequence_parallel) * self.tokens + self.masked(block) + cast
 
     def most(self, moments: Sequence[Moment]) -> tuple[float, float]:
         """Bytes of activations and of gradients at that of some moments at which their sum is largest."""
