@@ -75,7 +75,7 @@ soak: install
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 bench: install
-	$(BIN)/python benchmarks/step_time.py $(ARGS)
+	$(BIN)/python benchmarks/speed.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .cache runs

@@ -81,6 +81,8 @@ class NDStrategy(CheckpointedStrategy):
         cp_method: how keys and values travel: ``"direct"``, ``"ring"``, ``"ulysses"`` or ``"auto"``.
         cp_layout: which tokens a cp rank keeps: ``"zigzag"``, ``"chunks"``, ``"contiguous"`` or ``"auto"``, which
             balances the work of each batch.
+        cp_kernel: what computes attention on a rank: ``"cuda-flash"``, ``"flash-attn"``, ``"cpu-flash"``, ``"tiled"``,
+            ``"flex"``, or ``"auto"``, which takes the first of these but the last that can.
         cp_sdpa: with ``cp`` > 1, a hand-written model's ``F.scaled_dot_product_attention(..., is_causal=True)`` sees
             all ranks' tokens.
         document_attention: with ``cp`` = 1, too, attend document by document with the kernels of context parallelism:
@@ -119,6 +121,7 @@ class NDStrategy(CheckpointedStrategy):
         offload_activations: bool = False,
         cp_method: Literal["auto", "direct", "ring", "ulysses"] = "auto",
         cp_layout: Literal["auto", "zigzag", "chunks", "contiguous"] = "auto",
+        cp_kernel: Literal["auto", "cuda-flash", "flash-attn", "cpu-flash", "tiled", "flex"] = "auto",
         cp_sdpa: bool = False,
         document_attention: bool = False,
         loss: LossOptions | None = None,
@@ -140,8 +143,9 @@ class NDStrategy(CheckpointedStrategy):
         warn_of_the_other_package()
         self._degrees: dict[str, Any] = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         check_activation_checkpointing(activation_checkpointing, offload_activations)
-        check_options(cp_method, cp_layout)
+        check_options(cp_method, cp_layout, cp_kernel)
         self._cp_method, self._cp_layout, self._cp_sdpa = cp_method, cp_layout, cp_sdpa
+        self._cp_kernel = None if cp_kernel == "auto" else cp_kernel
         self._document_attention = document_attention
         self._sequence_parallel = sequence_parallel
         self._tp_plan = tp_plan
@@ -272,6 +276,7 @@ class NDStrategy(CheckpointedStrategy):
                 multiple=self.dims.tp if self._sequence_parallel else 1,
                 inside_node=self.num_processes % (self.dims.cp * self.dims.tp) == 0,
                 sdpa=self._cp_sdpa,
+                kernel=self._cp_kernel,
             )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh

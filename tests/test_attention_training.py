@@ -356,7 +356,7 @@ def test_misuse_is_refused(pool, how, text):
         pool.run(_misuse, 2, how)
 
 
-@pytest.mark.parametrize(("option", "value"), [("cp_method", "star"), ("cp_layout", "striped")])
+@pytest.mark.parametrize(("option", "value"), [("cp_method", "star"), ("cp_layout", "striped"), ("cp_kernel", "fast")])
 def test_unknown_options_are_refused_at_once(option, value):
     with pytest.raises(ValueError, match=f"NDStrategy: {option}='{value}': choose one of 'auto'"):
         NDStrategy(cp=2, **{option: value})

@@ -182,39 +182,6 @@ def test_refusals_say_what_to_change(pool):
         assert fragment in message
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_flash_kernel_against_the_tiled_one():
-    from lightning_nd.attention.kernels.cuda_flash import CudaFlash
-    from lightning_nd.attention.kernels.tiled import Tiled
-    from lightning_nd.attention.plan import Kind, Rect
-
-    torch.manual_seed(0)
-    q, grad = (torch.randn(96, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(96, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    rects = [
-        Rect(0, 96, 0, 96, Kind.CAUSAL, cuts=(0, 30, 31, 96)),
-        Rect(0, 96, 0, 96, Kind.BAND, 0, 17),
-        Rect(0, 40, 0, 96, Kind.FULL),
-        Rect(0, 30, 0, 70, Kind.BAND, 75, 90),
-    ]
-    for rect in rects:
-        args = q[rect.q0 : rect.q1], k[rect.k0 : rect.k1], v[rect.k0 : rect.k1]
-        out, lse = CudaFlash().forward(*args, rect, 0.125, None)
-        # Exact scores of the same bf16 inputs, document by document.
-        for part in rect.by_document():
-            rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
-            sliced = q[rows].double(), k[keys].double(), v[keys].double()
-            want, want_lse = Tiled().forward(*sliced, part, 0.125, None)
-            torch.testing.assert_close(out[rows].double(), want, atol=2e-2, rtol=2e-2)
-            torch.testing.assert_close(lse[rows].double(), want_lse, atol=1e-3, rtol=1e-3)
-            got = CudaFlash().backward(
-                grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], replace(part, first=False), 0.125, None
-            )
-            expected = Tiled().backward(grad[rows].double(), *sliced, want, want_lse, part, 0.125, None)
-            for a, b in zip(got, expected, strict=True):
-                torch.testing.assert_close(a.double(), b, atol=4e-2, rtol=4e-2)
-
-
 class Watched(Transfer):
     """Notes what is overwritten between its post and the moment at which it is known to have left."""
 

@@ -180,9 +180,10 @@ def _most_rows(steps: Sequence[Step]) -> int:
     return max(max(count_rows(step.fetch), count_rows(step.give)) for step in steps)
 
 
-def _zeros(call: Call, k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _room(k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Room for the gradients of `rows` key and value rows."""
     acc = accumulation_dtype(k.dtype)
-    return k.new_zeros(rows, *k.shape[1:], dtype=acc), v.new_zeros(rows, *v.shape[1:], dtype=acc)
+    return k.new_empty(rows, *k.shape[1:], dtype=acc), v.new_empty(rows, *v.shape[1:], dtype=acc)
 
 
 class _Returns:
@@ -195,7 +196,9 @@ class _Returns:
 
     def __init__(self, call: Call, steps: Sequence[Step], k: Tensor, v: Tensor) -> None:
         self._call, self._steps, self._k, self._v = call, steps, k, v
-        self._home = self._current = _zeros(call, k, v, len(k))
+        self._home = self._current = _room(k, v, len(k))
+        for gradient in self._home:
+            gradient.zero_()
         self._out: list[tuple[Tensor, Tensor] | None] = [None, None]
         self._in: tuple[Tensor, Tensor] | None = None
         self._pending: tuple[Transfer, int] | None = None
@@ -210,7 +213,7 @@ class _Returns:
             buffer = self._out[s % 2]
             rows = count_rows(self._steps[s].fetch)
             if buffer is None and rows:
-                buffer = self._out[s % 2] = _zeros(self._call, self._k, self._v, _most_rows(self._steps))
+                buffer = self._out[s % 2] = _room(self._k, self._v, _most_rows(self._steps))
             dk, dv = buffer or self._home
             self._current = dk[:rows].zero_(), dv[:rows].zero_()
         return self._current
@@ -227,7 +230,7 @@ class _Returns:
             to, source = (plan.rank + 1) % plan.cp, (plan.rank - 1) % plan.cp
         rows = count_rows(step.give)
         if rows and self._in is None:
-            self._in = _zeros(self._call, self._k, self._v, _most_rows(self._steps))
+            self._in = _room(self._k, self._v, _most_rows(self._steps))
         receive = [x[:rows] for x in self._in] if self._in is not None else []
         self._call.traffic.note("grad post", s)
         self._pending = self._call.exchange.post(list(self._current), to, receive, source), s

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from lightning_nd.attention.context import METHODS, AttentionContext, announce
 from lightning_nd.attention.interface import CONTEXT_KEY, NAME, check_model, register, windows_of
+from lightning_nd.attention.kernels import NAMES
 from lightning_nd.attention.layout import LAYOUTS, Documents, choose_layout, move_rows
 from lightning_nd.attention.sdpa import SDPARouter
 
@@ -46,10 +47,11 @@ class ContextParallel:
         layout: `"auto"`, `"zigzag"`, `"chunks"` or `"contiguous"`.
         multiple: each rank's share of a row is padded to a multiple of this (tp, with sequence parallelism).
         inside_node: the group's ranks share one node.
+        kernel: a name of `lightning_nd.attention.kernels.NAMES`, None to choose by device and dtype.
         sdpa: send the `F.scaled_dot_product_attention` calls of models that are not transformers' over the ranks.
 
     Raises:
-        ValueError: for an unknown method or layout.
+        ValueError: for an unknown method, layout or kernel.
     """
 
     group: ProcessGroup
@@ -57,6 +59,7 @@ class ContextParallel:
     layout: str = "auto"
     multiple: int = 1
     inside_node: bool = True
+    kernel: str | None = None
     sdpa: bool = False
     windows: set[tuple[int | None, int]] = field(default_factory=set)
     announced: set[str] = field(default_factory=set, repr=False)
@@ -64,7 +67,7 @@ class ContextParallel:
     _positions: WeakIdKeyDictionary = field(default_factory=WeakTensorKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
-        check_options(self.method, self.layout)
+        check_options(self.method, self.layout, self.kernel or "auto")
 
     def shard(self, batch: Any) -> Any:
         """This cp rank's part of a batch; see `shard_batch`. Lists, tuples and mappings of batches are searched.
@@ -146,13 +149,14 @@ class ContextParallel:
         return self._positions.get(positions) if isinstance(positions, Tensor) else None
 
 
-def check_options(method: str, layout: str) -> None:
+def check_options(method: str, layout: str, kernel: str) -> None:
     """Refuse unknown choices before anything starts.
 
     Raises:
         ValueError: with the choices.
     """
-    for name, given, allowed in (("cp_method", method, METHODS), ("cp_layout", layout, LAYOUTS)):
+    choices = (("cp_method", method, METHODS), ("cp_layout", layout, LAYOUTS), ("cp_kernel", kernel, ("auto", *NAMES)))
+    for name, given, allowed in choices:
         if given not in allowed:
             raise ValueError(f"NDStrategy: {name}={given!r}: choose one of {', '.join(map(repr, allowed))}.")
 
@@ -307,6 +311,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
         move_rows(documents, length, layout.length),
         cp.method,
         inside_node=cp.inside_node,
+        kernel=cp.kernel,
         original_length=length,
         announced=cp.announced,
     )

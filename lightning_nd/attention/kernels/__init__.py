@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lightning_nd.attention.kernels.cpu_flash import CpuFlash
 from lightning_nd.attention.kernels.cuda_flash import CudaFlash
+from lightning_nd.attention.kernels.flash_attn import FlashAttn
+from lightning_nd.attention.kernels.flex import Flex
 from lightning_nd.attention.kernels.tiled import Tiled
 from lightning_nd.attention.plan import Rect
 
@@ -60,8 +62,13 @@ class Kernel(Protocol):
         ...
 
 
-KERNELS: tuple[type[Kernel], ...] = (CudaFlash, CpuFlash, Tiled)
+KERNELS: tuple[type[Kernel], ...] = (CudaFlash, FlashAttn, CpuFlash, Tiled)
 """In order of preference; the last one runs everything."""
+
+BY_NAME: tuple[type[Kernel], ...] = (Flex,)
+"""Kernels that are taken only when they are asked for."""
+
+NAMES: tuple[str, ...] = tuple(kind.name for kind in (*KERNELS, *BY_NAME))
 
 
 @lru_cache(maxsize=64)
@@ -83,9 +90,9 @@ def choose_kernel(
         what += f" (values {value_dim})"
     if softcap is not None:
         what += f", soft-cap {softcap:g}"
-    if name is not None and name not in (names := [kind.name for kind in KERNELS]):
-        raise ValueError(f"Unknown attention kernel {name!r}: choose one of {', '.join(map(repr, names))}.")
-    for kind in KERNELS:
+    if name is not None and name not in NAMES:
+        raise ValueError(f"Unknown attention kernel {name!r}: choose one of {', '.join(map(repr, NAMES))}.")
+    for kind in KERNELS if name is None else (*KERNELS, *BY_NAME):
         kernel = kind()
         if name in (None, kind.name) and kernel.supports(device, dtype, head_dim, value_dim, softcap):
             rank_zero_info(f"NDStrategy: context-parallel attention uses the {kernel.name} kernel for {what}.")
