@@ -58,6 +58,8 @@ def main() -> None:
     import torch
 
     ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 4)
+    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {os.cpu_count()} cores"
+    title = f"{device}, {ranks} ranks, torch {torch.__version__}; {options.rounds} alternating rounds"
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), options)
@@ -68,16 +70,17 @@ def main() -> None:
                 continue
             results[layout] = measure(layout, degrees, folder, ranks, options)
             print(f"{layout}: measured", file=sys.stderr, flush=True)
-    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {os.cpu_count()} cores"
-    title = f"{device}, {ranks} ranks, torch {torch.__version__}; {options.rounds} alternating rounds"
-    options.output.mkdir(parents=True, exist_ok=True)
+            write(results, title, options.output)
+    print(f"\n{title}\n\n{table(results)}\n\n{options.output}/speed.md, speed.png, speed.json")
+
+
+def write(results: dict[str, dict[str, Any]], title: str, folder: Path) -> None:
+    """Table, plot and figures of what has been measured so far."""
+    folder.mkdir(parents=True, exist_ok=True)
     figures = {"title": title, "command": " ".join(sys.argv), "layouts": results}
-    (options.output / "speed.json").write_text(json.dumps(figures, indent=1))
-    page = table(results)
-    (options.output / "speed.md").write_text(f"{title}\n\n{page}\n")
-    print(f"\n{title}\n\n{page}\n")
-    draw(results, title, options.output / "speed.png")
-    print(f"{options.output}/speed.md, speed.png, speed.json")
+    (folder / "speed.json").write_text(json.dumps(figures, indent=1))
+    (folder / "speed.md").write_text(f"{title}\n\n{table(results)}\n")
+    draw(results, title, folder / "speed.png")
 
 
 def resolve(layout: str, ranks: int) -> dict[str, int] | None:
