@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,8 +14,10 @@ from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_da
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from lightning_nd.data.loader import StatefulLoader
+from lightning_nd.data.sampler import RowSampler
 from lightning_nd.mesh import Meshes
 
 _LONG = 8192
@@ -23,7 +27,8 @@ _CHECKED = 4  # batches of a stage; a loader that is shuffled by each rank alone
 def split_loader(loader: object, overfit: float, place: dict[str, Any]) -> object:
     """Split a loader over the data ranks in the order that the user gave it: shuffled only if it was.
 
-    ``DataLoader(shuffle=True)`` is shuffled by epoch and ``seed_everything``; any other sampler is asked on rank 0, and
+    ``DataLoader(shuffle=True)`` is shuffled by epoch and ``seed_everything``. Such a loader, and one that reads its
+    rows in order, knows its place and goes on there when a run is resumed. Any other sampler is asked on rank 0, and
     its order holds for all. Loaders that have a distributed sampler, or an iterable dataset, are returned as they are.
 
     Args:
@@ -38,9 +43,28 @@ def split_loader(loader: object, overfit: float, place: dict[str, Any]) -> objec
     ):
         return loader
     shuffled = _is_shuffle(loader.sampler)
-    if not shuffled and not isinstance(loader.sampler, SequentialSampler):
+    in_order = isinstance(loader.sampler, SequentialSampler)
+    if (shuffled or in_order) and type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler:
+        return _placed(loader, shuffled and not overfit, place)
+    if not shuffled and not in_order:
         loader = _update_dataloader(loader, OneOrder(loader.sampler))
     return _update_dataloader(loader, _get_distributed_sampler(loader, shuffled, overfit, **place))
+
+
+def _placed(loader: DataLoader[Any], shuffled: bool, place: dict[str, Any]) -> StatefulLoader:
+    """A loader of rows, with all its settings, that knows its place."""
+    assert loader.batch_size is not None
+    sampler = RowSampler(
+        loader.dataset,  # type: ignore[arg-type]
+        micro_batch_size=loader.batch_size,
+        whole_batches=loader.drop_last,
+        shuffle=shuffled,
+        seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),  # as Lightning's own
+        **place,
+    )
+    ordering = ("self", "shuffle", "sampler", "batch_sampler")
+    names = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in ordering]
+    return StatefulLoader(**{name: getattr(loader, name) for name in names if hasattr(loader, name)}, sampler=sampler)
 
 
 def _is_shuffle(sampler: Any) -> bool:

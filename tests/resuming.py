@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import tiny_trainer
 from tiny import tiny_tokenizer
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_nd import NDStrategy
 from lightning_nd.checkpoint.shards import gather_full
@@ -44,7 +46,9 @@ def write_rows(path: Path, count: int = 36) -> str:
     return str(path)
 
 
-def make_data(path: str, ranks: int, accumulate: int, **options: Any) -> ChatDataModule:
+def make_data(path: str, ranks: int, accumulate: int, **options: Any) -> ChatDataModule | DataLoader[Any]:
+    if "own_loader" in options:
+        return own_loader(ROWS_PER_STEP // (ranks * accumulate), **options["own_loader"])
     return ChatDataModule(
         **{
             "train": path,
@@ -55,6 +59,18 @@ def make_data(path: str, ranks: int, accumulate: int, **options: Any) -> ChatDat
             **options,
         }
     )
+
+
+def own_loader(batch_size: int, shuffle: bool, sampler: bool = False, **options: Any) -> DataLoader[Any]:
+    """A loader as a user makes one; ``sampler`` gives it the order that a shuffled one has under `NDStrategy`."""
+    rows = torch.randint(3, 260, (options.pop("count", 36), 12), generator=torch.Generator().manual_seed(0))
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+    if sampler:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        options["sampler"] = DistributedSampler(data, 1, 0, shuffle=shuffle, seed=seed)
+    else:
+        options["shuffle"] = shuffle
+    return DataLoader(data, batch_size, **options)
 
 
 class Trained(pl.LightningModule):

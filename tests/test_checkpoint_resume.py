@@ -108,6 +108,37 @@ def test_data_of_every_kind_goes_on_at_the_next_row(pool: Pool, rows: str, name:
         check_continues(whole, story, 4)
 
 
+@pytest.mark.parametrize(
+    "options", [{"shuffle": True}, {"shuffle": False}, {"shuffle": True, "num_workers": 2}], ids=str
+)
+def test_a_loader_of_the_user_goes_on_at_the_next_row(
+    pool: Pool, rows: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    short, data = {"max_steps": 12}, {"own_loader": options}
+    whole = plain(rows, data={"own_loader": {"shuffle": options["shuffle"], "sampler": True}}, **short)
+    stop = {"max_steps": 10}
+    pool.run(run, 2, rows, str(tmp_path), {"dp_shard": 2}, save_at=(4, 9), trainer=stop, data=data)
+    for step, degrees in ((4, {"tp": 2}), (9, {"dp_shard": 2})):
+        ckpt = str(tmp_path / f"step-{step}.ckpt")
+        for story in pool.run(run, 2, rows, str(tmp_path), degrees, ckpt=ckpt, trainer=short, data=data):
+            check_continues(whole, story, step)
+    ckpt = str(tmp_path / "step-4.ckpt")
+    for story in pool.run(run, 1, rows, str(tmp_path), {}, accumulate=2, ckpt=ckpt, trainer=short, data=data):
+        check_continues(whole, story, 4)
+
+
+def test_a_loader_that_drops_what_fills_no_batch(pool: Pool, rows: str, tmp_path: Path) -> None:
+    short = {"max_steps": 12}
+    options = {"shuffle": True, "drop_last": True, "count": 38}
+    whole = plain(rows, data={"own_loader": {**options, "sampler": True}}, **short)
+    data = {"own_loader": options}
+    pool.run(run, 2, rows, str(tmp_path), {"dp_shard": 2}, save_at=(7, 9), trainer={"max_steps": 10}, data=data)
+    for step in (7, 9):
+        ckpt = str(tmp_path / f"step-{step}.ckpt")
+        for story in pool.run(run, 1, rows, str(tmp_path), {}, ckpt=ckpt, trainer=short, data=data):
+            check_continues(whole, story, step)
+
+
 def test_accumulation_over_other_micro_batches(pool: Pool, rows: str, tmp_path: Path) -> None:
     short = {"max_steps": 12}
     whole = plain(rows, **short)

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from lightning_nd.data.encode import IGNORE
-from lightning_nd.data.sampler import GlobalOrderSampler
+from lightning_nd.data.sampler import PlacedSampler
 
 Batch = dict[str, Tensor]
 
@@ -71,31 +71,31 @@ class StatefulLoader(DataLoader[Any]):
         for batch in super().__iter__():
             self._handed_out += 1
             yield batch
-        if isinstance(self.sampler, GlobalOrderSampler):
+        if isinstance(self.sampler, PlacedSampler):
             self.sampler.position, self._handed_out = 0, self.sampler.batches
         self.resumed = None
 
     @property
     def rows_per_batch(self) -> int | None:
         """Rows that all ranks together read in one micro-batch."""
-        return self.sampler.rows_per_batch if isinstance(self.sampler, GlobalOrderSampler) else None
+        return self.sampler.rows_per_batch if isinstance(self.sampler, PlacedSampler) else None
 
     def batches_before(self) -> int | None:
         """Micro-batches of this layout before the place in the epoch; those left are as many as there are rows for."""
         sampler = self.sampler
-        if not isinstance(sampler, GlobalOrderSampler):
+        if not isinstance(sampler, PlacedSampler):
             return None
-        return sampler.batches - -(-(sampler.rows - sampler.position) // sampler.rows_per_batch)
+        return sampler.batches - -(-max(0, sampler.rows - sampler.position) // sampler.rows_per_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """The place behind the last batch handed out."""
-        if not isinstance(self.sampler, GlobalOrderSampler):
+        if not isinstance(self.sampler, PlacedSampler):
             return {}
         return {**self.sampler.state_dict(self._handed_out), "rows_per_batch": self.rows_per_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next iteration at a saved place."""
         self._handed_out = 0
-        if state and isinstance(self.sampler, GlobalOrderSampler):
+        if state and isinstance(self.sampler, PlacedSampler):
             self.sampler.load_state_dict(state)
             self.resumed = state

@@ -1,6 +1,8 @@
 """Who reads which row: a global order that knows nothing of the layout, dealt out to data ranks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,93 @@ from lightning_nd.data.order import Group, Item, RowOrder
 _PLACE = ("seed", "epoch", "position", "rows_per_batch")
 
 
-class GlobalOrderSampler(DistributedSampler[Any]):
+class PlacedSampler(DistributedSampler[Any], ABC):
+    """Deals the rows of an epoch out to data ranks from a place on that is the same for every layout.
+
+    Args:
+        dataset: Its length is used.
+        micro_batch_size: Rows of a rank in a micro-batch.
+        options: Those of ``torch.utils.data.DistributedSampler``.
+
+    """
+
+    #: Rows of an epoch.
+    rows: int
+    #: Rows of the epoch that have been read.
+    position: int
+
+    def __init__(self, dataset: Sized, *, micro_batch_size: int, **options: Any) -> None:
+        # num_replicas and rank are always given, so no process group is asked for.
+        super().__init__(dataset, **options)  # type: ignore[arg-type]
+        self.rows = len(dataset)
+        self.micro_batch_size = micro_batch_size
+        self.position = 0
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What a run that goes on in the middle of an epoch must agree on."""
+
+    @property
+    def what(self) -> str:
+        """What is counted, in words."""
+        return "row"
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows that all ranks together read in one micro-batch."""
+        return self.micro_batch_size * self.num_replicas
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches of a whole epoch, the same on every rank."""
+        return -(-self.rows // self.rows_per_batch)
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a new one starts at its first row."""
+        if epoch != self.epoch:
+            self.position = 0
+        self.epoch = epoch
+
+    def state_dict(self, batches: int = 0) -> dict[str, Any]:
+        """Where the epoch stands, the same on every rank and good for any layout.
+
+        Args:
+            batches: Micro-batches read since ``position``.
+
+        """
+        position = min(self.position + batches * self.rows_per_batch, self.rows)
+        epoch = self.epoch
+        if position == self.rows:
+            position, epoch = 0, epoch + 1
+        return {
+            "seed": self.seed,
+            "epoch": epoch,
+            "position": position,
+            "shuffle": self.shuffle,
+            **self.identity,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` stood, with any micro-batch size and number of ranks.
+
+        Raises:
+            ValueError: the epoch was begun on another number of rows or in another kind of order.
+
+        """
+        here = {"shuffle": self.shuffle, **self.identity}
+        there = {name: value for name, value in state.items() if name not in _PLACE}
+        if state["position"] and there != here:
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint stands at {self.what} {state['position']} of an epoch "
+                f"with {_say(there)}; it now has {_say(here)}. "
+                "Resume with the same data and settings, or from a checkpoint at the end of an epoch."
+            )
+        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
+
+
+class GlobalOrderSampler(PlacedSampler):
     """Deals a global order out to data ranks, each row (or pack, see ``order``) to exactly one of them.
 
     Global batch k is rows ``[k·B·D, (k+1)·B·D)`` of the order, for micro-batches of B rows on D data ranks;
@@ -45,22 +133,26 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        # num_replicas and rank are always given, so no process group is asked for.
-        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        super().__init__(
+            dataset,
+            micro_batch_size=micro_batch_size,
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=shuffle,
+            seed=seed,
+        )
         self.order = RowOrder([Group(np.arange(len(dataset)))]) if order is None else order
         self.rows = len(self.order)
-        self.micro_batch_size = micro_batch_size
-        self.position = 0
 
     @property
-    def rows_per_batch(self) -> int:
-        """Rows that all ranks together read in one micro-batch."""
-        return self.micro_batch_size * self.num_replicas
+    @override
+    def identity(self) -> dict[str, Any]:
+        return self.order.identity
 
     @property
-    def batches(self) -> int:
-        """Micro-batches of a whole epoch, the same on every rank."""
-        return -(-self.rows // self.rows_per_batch)
+    @override
+    def what(self) -> str:
+        return self.order.what
 
     @override
     def __iter__(self) -> Iterator[Item]:
@@ -77,49 +169,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         tail = len(range(self.rank, rest, self.num_replicas)) or 1
         return full * self.micro_batch_size + (tail if rest else 0)
 
-    @override
-    def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; a new one starts at its first row."""
-        if epoch != self.epoch:
-            self.position = 0
-        self.epoch = epoch
-
-    def state_dict(self, batches: int = 0) -> dict[str, Any]:
-        """Where the epoch stands, the same on every rank and good for any layout.
-
-        Args:
-            batches: Micro-batches read since ``position``.
-
-        """
-        position = min(self.position + batches * self.rows_per_batch, self.rows)
-        epoch = self.epoch
-        if position == self.rows:
-            position, epoch = 0, epoch + 1
-        return {
-            "seed": self.seed,
-            "epoch": epoch,
-            "position": position,
-            "shuffle": self.shuffle,
-            **self.order.identity,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` stood, with any micro-batch size and number of ranks.
-
-        Raises:
-            ValueError: the epoch was begun on another number of rows or in another kind of order.
-
-        """
-        here = {"shuffle": self.shuffle, **self.order.identity}
-        there = {name: value for name, value in state.items() if name not in _PLACE}
-        if state["position"] and there != here:
-            raise ValueError(
-                f"{type(self).__name__}: the checkpoint stands at {self.order.what} {state['position']} of an epoch "
-                f"with {_say(there)}; it now has {_say(here)}. "
-                "Resume with the same data and settings, or from a checkpoint at the end of an epoch."
-            )
-        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
-
 
 class SequentialOrderSampler(GlobalOrderSampler, SequentialSampler):  # type: ignore[misc]
     """The same in the order of the dataset.
@@ -129,6 +178,38 @@ class SequentialOrderSampler(GlobalOrderSampler, SequentialSampler):  # type: ig
 
     def __init__(self, dataset: Sized, **options: Any) -> None:
         super().__init__(dataset, **options, shuffle=False)
+
+
+class RowSampler(PlacedSampler):
+    """The order of ``DistributedSampler``, which an epoch can go on in from any row.
+
+    Ranks read equal numbers of rows: where they do not divide, the first of the epoch are read twice, as there.
+
+    Args:
+        dataset: Its length is used.
+        whole_batches: Whether the loader drops a last batch that is not full.
+        options: Those of ``PlacedSampler``.
+
+    """
+
+    def __init__(self, dataset: Sized, *, whole_batches: bool = False, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        batch = self.micro_batch_size if whole_batches else 1
+        self.rows = self.num_samples // batch * batch * self.num_replicas
+
+    @property
+    @override
+    def identity(self) -> dict[str, Any]:
+        return {"rows": len(self.dataset)}  # type: ignore[arg-type]
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        whole: DistributedSampler[Any] = DistributedSampler(self.dataset, 1, 0, shuffle=self.shuffle, seed=self.seed)
+        whole.set_epoch(self.epoch)
+        order = list(whole)
+        left = order[self.position :]
+        missing = -len(left) % self.num_replicas
+        return iter((left + list(islice(cycle(order), missing)))[self.rank :: self.num_replicas])
 
 
 def _say(identity: dict[str, Any]) -> str:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+
+from lightning_nd.parallelize.collectives import all_gather_single
 
 IGNORE = -100
 # Rows of a weight's gradient that are rounded at a time where they are accumulated in a wider dtype.
@@ -87,7 +88,7 @@ def token_losses(y: Tensor, targets: Tensor, recipe: Recipe, gradient: bool) -> 
     if part is not None:
         mixed = torch.stack([lse, *parts])
         gathered = mixed.new_empty((part.group.size(), *mixed.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), mixed.view(-1), group=part.group)
+        all_gather_single(gathered.view(-1), mixed.view(-1), group=part.group)
         lse = gathered[:, 0].logsumexp(0)
         parts = list(gathered[:, 1:].sum(0))
     width = y.shape[1] if part is None else part.width
@@ -169,7 +170,7 @@ def likeliest(y: Tensor, part: VocabularySlice | None) -> Tensor:
         return index
     mixed = torch.stack([top.double(), (index + part.first).double()])  # both exact
     gathered = mixed.new_empty((part.group.size(), *mixed.shape))
-    dist.all_gather_into_tensor(gathered.view(-1), mixed.view(-1), group=part.group)
+    all_gather_single(gathered.view(-1), mixed.view(-1), group=part.group)
     rank = gathered[:, 0].max(0, keepdim=True).indices  # slices are in order
     return gathered[:, 1].gather(0, rank).squeeze(0).long()
 

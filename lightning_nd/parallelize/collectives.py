@@ -14,6 +14,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
+# torch 2.13 gave them new names, and warns of the old ones in every rank
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Concatenate the equally sized shards of all ranks along ``dim``."""
@@ -25,10 +29,10 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     # The result must own its memory: FSDP2 warns of modules that return views.
     if x.shape[:dim].numel() == 1:  # one row: the shards already follow each other
         whole = x.new_empty(shape)
-        dist.all_gather_into_tensor(whole.view(-1), x.view(-1), group=group)
+        all_gather_single(whole.view(-1), x.view(-1), group=group)
         return whole
     gathered = x.new_empty((size, *x.shape))
-    dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=group)
+    all_gather_single(gathered.view(-1), x.view(-1), group=group)
     return torch.cat(gathered.unbind(0), dim)
 
 
@@ -40,7 +44,7 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     shape = (*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
     stacked = x.reshape(shape).movedim(dim, 0).contiguous()
     shard = stacked.new_empty(stacked.shape[1:])
-    dist.reduce_scatter_tensor(shard.view(-1), stacked.view(-1), group=group)
+    reduce_scatter_single(shard.view(-1), stacked.view(-1), group=group)
     return shard
 
 
