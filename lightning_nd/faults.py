@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 PHASES = ("setup", "loading", "data", "forward", "backward", "optimizer", "validation", "saving")
 _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 _RECORD = 256  # bytes: one short write, seen whole or not at all
+_runs = itertools.count()  # of this process: what is told of one run says nothing of the next
 
 
 class Progress:
@@ -29,7 +33,7 @@ class Progress:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
         self.rank = rank
-        self.step = 0
+        self.step = self.done = 0
         self.phase = "setup"
         self.rows = 0
         self.longest = 0
@@ -37,6 +41,7 @@ class Progress:
         #: The connection on which other ranks' failures are heard; a `lightning_nd.nodes.Line`.
         self.line: Any = None
         self._started = time.time()
+        self._run = next(_runs)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path(rank), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
 
@@ -45,13 +50,14 @@ class Progress:
 
         Steps are told from 1 on: the one that is worked on, or the last one for what comes after it.
         """
-        self.phase, self.step = phase, done + (phase in _OF_A_STEP)
+        self.phase, self.step, self.done = phase, done + (phase in _OF_A_STEP), done
         if phase == "data":
             self.rows = self.longest = 0  # of the batch before
         self._write(time=time.time())
 
     def _write(self, **more: Any) -> None:
         record = {"rank": self.rank, "host": socket.gethostname(), "step": self.step, "phase": self.phase, **more}
+        record |= {"done": self.done, "run": self._run}
         os.pwrite(self._file, json.dumps(record).ljust(_RECORD).encode(), 0)
 
     def see(self, batch: Any) -> None:
@@ -66,9 +72,11 @@ class Progress:
             self.line.close()
             self.line = None
         if self._file >= 0:
-            os.close(self._file)
             if not self.keep:
-                self._path(self.rank).unlink(missing_ok=True)
+                self._write(time=time.time())
+                with contextlib.suppress(OSError):
+                    self._path(self.rank).rename(_left(self.folder, self.rank))
+            os.close(self._file)
             self._file = -1
 
     def explain(self, error: BaseException, module: Any = None) -> str:
@@ -145,6 +153,30 @@ def who_is_behind(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def left_alone(folder: Path) -> str | None:
+    """Words for ranks that work on a step without one that has ended the same run before it; None if there are none."""
+    gone = [found for path in folder.glob("left-*.json") if (found := _read(path)) is not None]
+    for here in read_all(folder) if gone else []:
+        for left in gone:
+            if left["run"] == here["run"] and goes_on_without(here["phase"], here["step"], left["done"]):
+                return stopped_alone(left, here["rank"], here["step"])
+    return None
+
+
+def goes_on_without(phase: str, step: int, last: int) -> bool:
+    """Whether a rank at this place works on a step that comes after the last one of another rank."""
+    return phase in _OF_A_STEP[1:] and step > last
+
+
+def stopped_alone(left: Mapping[str, Any], rank: int, step: int) -> str:
+    """Words for a rank that has ended its run (``rank``, ``host``, ``done``) while another goes on."""
+    return (
+        f"rank {left['rank']} on {left['host']} has ended its run after step {left['done']}, and rank {rank} goes on"
+        f" with step {step}. All ranks must stop together: where a callback sets trainer.should_stop, let all decide"
+        " (trainer.strategy.reduce_boolean_decision(stop, all=False))."
+    )
+
+
 def lost_a_peer(error: BaseException) -> bool:
     """Whether an error may be the consequence of another rank's: words of the libraries that move tensors."""
     words = r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket|tim(ed|e) ?-?out"
@@ -159,6 +191,10 @@ def read_progress(folder: Path, rank: int) -> dict[str, Any] | None:
 def read_all(folder: Path) -> list[dict[str, Any]]:
     """What all ranks are doing that write into a folder, in their order."""
     return [found for path in sorted(folder.glob("progress-*.json")) if (found := _read(path)) is not None]
+
+
+def _left(folder: Path, rank: int) -> Path:
+    return folder / f"left-{rank:05d}.json"
 
 
 def _file_of(folder: Path, rank: int) -> Path:

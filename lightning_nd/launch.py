@@ -29,17 +29,17 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_nd import watch
 from lightning_nd.callbacks.foreign import check_callbacks
 from lightning_nd.checkpoint.last import settle
 from lightning_nd.devices import tasks_per_node
-from lightning_nd.faults import Progress, lost_a_peer, read_all, read_progress, who_is_behind
+from lightning_nd.faults import Progress, left_alone, lost_a_peer, read_all, read_progress, who_is_behind
 from lightning_nd.mesh import Degree, ParallelDims
 from lightning_nd.nodes import choose_interface, connect, meet_again
+from lightning_nd.watch import PARENT, REPORTS
 
 log = logging.getLogger(__name__)
 
-_REPORTS = "LIGHTNING_ND_REPORTS"
-_PARENT = "LIGHTNING_ND_PARENT"
 _STARTED_AT = "LIGHTNING_ND_STARTED_AT"
 #: 128 + SIGTERM, what a shell reports of a process that the signal has ended.
 PREEMPTED = 143
@@ -48,7 +48,6 @@ _EQUAL = (
     " same number, and set trainer.should_stop on all ranks or on none."
 )
 _GRACE = 8.0  # seconds that the other ranks get to fail on their own before they are killed
-_ALIVE, _HUNG = "alive", 5.0  # a file that rank 0 touches; after so many seconds without it, it is taken for hung
 
 
 def process_manager(environ: Mapping[str, str]) -> Literal["torchrun", "slurm", "local"]:
@@ -187,7 +186,7 @@ def is_interactive() -> bool:
 
 def is_child() -> bool:
     """True in a process that `LocalLauncher` started: its parent tells the user about failures."""
-    return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(_PARENT) == str(os.getppid())
+    return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(PARENT) == str(os.getppid())
 
 
 def _command() -> str:
@@ -255,7 +254,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        environment = self.cluster_environment
+        environment, child = self.cluster_environment, is_child()
         if process_manager(os.environ) == "torchrun" and LocalLauncher.store is None:
             LocalLauncher.store = meet_again(os.environ, default_pg_timeout)
         if trainer is not None:
@@ -263,23 +262,24 @@ class LocalLauncher(_SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         LocalLauncher._launches += 1
         # A child comes by the launches that its parent refused before there were children; it must refuse them too.
-        refused = is_child() and LocalLauncher._launches < int(os.environ.get(_STARTED_AT, "0"))
-        if self._preflight is not None and trainer is not None and (refused or not is_child()):
+        refused = child and LocalLauncher._launches < int(os.environ.get(_STARTED_AT, "0"))
+        if self._preflight is not None and trainer is not None and (refused or not child):
             data = next((a for a in (*args, *kwargs.values()) if isinstance(a, LightningDataModule)), None)
             # Where others start the processes, all of them come by here, and one a node is to read the data: in setup.
             self._preflight(trainer, data if refused or not environment.creates_processes_externally else None)
         if refused:
             raise RuntimeError("The process that started this one refused to run here; see its message.")
         if not environment.creates_processes_externally:
-            os.environ[_REPORTS] = tempfile.mkdtemp(prefix="lightning-nd-")
-            atexit.register(shutil.rmtree, os.environ[_REPORTS], ignore_errors=True)
-            os.environ[_PARENT] = str(os.getpid())
+            os.environ[REPORTS] = tempfile.mkdtemp(prefix="lightning-nd-")
+            atexit.register(shutil.rmtree, os.environ[REPORTS], ignore_errors=True)
+            os.environ[PARENT] = str(os.getpid())
             os.environ[_STARTED_AT] = str(LocalLauncher._launches)
             self._call_children_scripts()
             atexit.register(self._wait_for_children)
             threading.Thread(target=self._watch_children, daemon=True, name="watch-children").start()
-        elif is_child():
-            threading.Thread(target=_watch_parent, daemon=True, name="watch-parent").start()
+        elif child:
+            first = self._first_rank()
+            threading.Thread(target=watch.watch_parent, args=(first,), daemon=True, name="watch-parent").start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         choose_interface(environment, self.num_nodes)
         try:
@@ -290,20 +290,23 @@ class LocalLauncher(_SubprocessScriptLauncher):
             if trainer is not None:
                 trainer.strategy.on_exception(error)  # adds what the strategy knows, for the report
             elsewhere = self._report(error, trainer)
-            if is_child() and lost_a_peer(error):
-                _end_hung_parent()
+            if child and lost_a_peer(error):
+                watch.end_hung_parent()
+                if watch.parent_is_gone():
+                    watch.tell_of_parent(self._first_rank())
+                    raise SystemExit(1) from None
             if elsewhere is not None:
                 self._end_children()
-                if is_child():
+                if child:
                     raise SystemExit(1) from None
                 raise RankFailedError(elsewhere) from None
             if self.procs:
                 silent = self._end_children(lost_a_peer(error))
-                first = _first_report()
+                report = watch.first_report()
                 if silent is not None:
                     raise RankFailedError(silent) from None
-                if first is not None and first != _own_report() and not _same_error(error, first.read_text()):
-                    raise RankFailedError(first.read_text()) from None
+                if report is not None and report != _own_report() and not _same_error(error, report.read_text()):
+                    raise RankFailedError(report.read_text()) from None
             raise
 
     def listen(self, progress: Progress, strategy: Any) -> None:
@@ -342,7 +345,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
                 process.kill()
                 process.wait()
                 continue
-            report = Path(os.environ[_REPORTS]) / f"{rank}.txt"
+            report = Path(os.environ[REPORTS]) / f"{rank}.txt"
             if process.returncode and not report.exists() and silent is None:
                 silent = self._ended(rank, process.returncode)
             elif process.returncode == 0 and lost_a_peer and silent is None:
@@ -365,7 +368,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
         for i, process in enumerate(self.procs, 1):
             if self.preempted and process.returncode == PREEMPTED:
                 continue
-            record = read_progress(Path(os.environ[_REPORTS]), self._first_rank() + i)
+            record = read_progress(Path(os.environ[REPORTS]), self._first_rank() + i)
             if process.returncode:
                 found.append(self._ended(i, process.returncode))
             elif process.returncode is None and record is not None:  # it is gone once the run is over
@@ -376,7 +379,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
             return
         for process in self.procs:
             process.kill()
-        first = _first_report()
+        first = watch.first_report()
         sys.stdout.flush()
         print(
             (f"\n{first.read_text()}" if first else "") + "\nrank 0 has ended without an error, but "
@@ -388,11 +391,11 @@ class LocalLauncher(_SubprocessScriptLauncher):
 
     def _ended(self, child: int, code: int | None) -> str:
         """Words for a rank that died without a report: how, and where it was."""
-        record = read_progress(Path(os.environ[_REPORTS]), self._first_rank() + child)
+        record = read_progress(Path(os.environ[REPORTS]), self._first_rank() + child)
         where = f" at step {record['step']} ({record['phase']})" if record is not None else ""
         rank = self._first_rank() + child
         words = f"rank {rank} on {socket.gethostname()} ended with {_exit_words(code)}{where}."
-        if code == -signal.SIGABRT and len(records := read_all(Path(os.environ[_REPORTS]))) > 1:
+        if code == -signal.SIGABRT and len(records := read_all(Path(os.environ[REPORTS]))) > 1:
             words += "\n" + "\n".join(who_is_behind(records))  # how NCCL ends a rank that has waited for too long
         return words
 
@@ -402,7 +405,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
     def _watch_children(self) -> None:
         """End the job when a child is gone and rank 0 does not notice, because it waits in a collective."""
         while True:
-            _beat(0.5)
+            watch.beat(0.5)
             codes = [process.poll() for process in self.procs]
             if self.preempted:
                 codes = [0 if code == PREEMPTED else code for code in codes]
@@ -410,41 +413,20 @@ class LocalLauncher(_SubprocessScriptLauncher):
                 return
             failed = next((i for i, code in enumerate(codes) if code), None)
             if failed is None:
+                if (words := left_alone(Path(os.environ[REPORTS]))) is not None:
+                    self._end_all(words)
                 continue
-            _beat(_GRACE + 2)  # rank 0 normally fails by itself now and reports
-            for process in self.procs:
-                process.kill()
-            first = _first_report()
-            died = self._ended(failed + 1, codes[failed])
-            text = first.read_text() if first else died
-            sys.stdout.flush()
-            print(f"\n{text}", file=sys.stderr, flush=True)
-            os._exit(1)
+            watch.beat(_GRACE + 2)  # rank 0 normally fails by itself now and reports
+            first = watch.first_report()
+            self._end_all(first.read_text() if first else self._ended(failed + 1, codes[failed]))
 
-
-def _beat(seconds: float) -> None:
-    """Wait, and show the children that this process lives."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            Path(os.environ[_REPORTS], _ALIVE).touch()
-        time.sleep(0.5)
-
-
-def _end_hung_parent() -> None:
-    """End rank 0 if no thread of it runs any more: stopped, or in code that never returns. Nobody else would."""
-    alive, deadline = Path(os.environ[_REPORTS], _ALIVE), time.monotonic() + _HUNG
-    seen: set[int] = set()
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            seen.add(alive.stat().st_mtime_ns)
-        if len(seen) != 1:
-            return
-        time.sleep(0.2)
-    if (report := _first_report()) is not None:
-        print(f"\n{report.read_text()}\nrank 0 does nothing any more and is ended.", file=sys.stderr, flush=True)
-    os.kill(int(os.environ[_PARENT]), signal.SIGKILL)
-    os._exit(1)
+    def _end_all(self, words: str) -> None:
+        for process in self.procs:
+            process.kill()
+        sys.stdout.flush()
+        print(f"\n{words}", file=sys.stderr, flush=True)
+        shutil.rmtree(os.environ[REPORTS], ignore_errors=True)
+        os._exit(1)
 
 
 def _end_now(words: str) -> None:
@@ -453,7 +435,7 @@ def _end_now(words: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
         sys.stdout.flush()
         print(f"\n{words}", file=sys.stderr, flush=True)
-    if folder := os.environ.get(_REPORTS):
+    if folder := os.environ.get(REPORTS):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
@@ -468,7 +450,8 @@ def _tell_torchrun(error: BaseException) -> None:
 
 def _exit_words(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name} (often: out of memory)"
+        name = signal.Signals(-code).name
+        return f"signal {name}" + (" (often: out of memory)" if name == "SIGKILL" else "")
     return f"exit code {code}"
 
 
@@ -478,19 +461,5 @@ def _same_error(error: BaseException, report: str) -> bool:
 
 
 def _own_report() -> Path | None:
-    folder = os.environ.get(_REPORTS)
+    folder = os.environ.get(REPORTS)
     return Path(folder) / f"{os.environ.get('LOCAL_RANK', '0')}.txt" if folder else None
-
-
-def _first_report() -> Path | None:
-    folder = os.environ.get(_REPORTS)
-    if not folder or not Path(folder).is_dir():
-        return None
-    return min(Path(folder).glob("*.txt"), key=lambda path: path.stat().st_mtime_ns, default=None)
-
-
-def _watch_parent() -> None:
-    parent = os.environ[_PARENT]
-    while str(os.getppid()) == parent:
-        time.sleep(1.0)
-    os._exit(1)

@@ -21,6 +21,19 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 Degree = int | Literal["auto"]
 
 
+def check_timeout(timeout: object) -> None:
+    """Refuse a timeout that process groups cannot take.
+
+    Raises:
+        ValueError: it is no `datetime.timedelta`, or not positive.
+    """
+    if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
+        raise ValueError(
+            f"NDStrategy: timeout={timeout!r}: give a positive datetime.timedelta, as timedelta(minutes=30), or None"
+            " for the backend's own."
+        )
+
+
 @dataclass(frozen=True)
 class ParallelDims:
     """The degree of every mesh axis; their product is the number of ranks.

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
-from lightning_nd.faults import Progress, read_progress
+from lightning_nd.faults import Progress, goes_on_without, read_progress, stopped_alone
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Line:
     """This rank's connection to rank 0, or rank 0's to all.
 
     Lines of JSON: ``{"rank", "host"}`` first; ``{"at": [step, phase]}`` as it changes; ``{"failed": words}`` once, and
-    rank 0 passes it on; ``{"bye": true}`` before it is closed.
+    rank 0 passes it on; ``{"bye": steps done}`` before it is closed.
 
     Args:
         progress: of this rank.
@@ -141,6 +141,7 @@ class Line:
         self.story: str | None = None
         self._known: dict[socket.socket, dict[str, Any]] = {}
         self._rest: dict[socket.socket, bytes] = {}
+        self._left: dict[str, Any] | None = None
         self._closing, self._told, self._sent = False, threading.Event(), ("", -1)
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
@@ -178,7 +179,7 @@ class Line:
     def close(self) -> None:
         """At the end of a run: what ends from now on is no failure."""
         self._closing = True
-        self._send({"bye": True})
+        self._send({"bye": self.progress.done})
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _LISTEN)
 
@@ -190,13 +191,14 @@ class Line:
                     peer.sendall(data)
 
     def _listen(self) -> None:
-        while not self._closing and self._known:
+        while not self._closing and (self._known or self._left):
             for key, _ in self._selector.select(_LISTEN):
                 self._receive(key.fileobj)  # type: ignore[arg-type]
             here = (self.progress.phase, self.progress.step)
             if not self.first and here != self._sent:
                 self._sent = here
                 self._send({"at": [self.progress.step, self.progress.phase]})
+            self._check_left()
             if self.story is not None and not self._closing and self._on_silence is not None:
                 time.sleep(_GRACE)
                 if not self._closing:  # it waits in a collective, or computes
@@ -216,7 +218,8 @@ class Line:
         *lines, self._rest[peer] = (self._rest[peer] + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
-            if message.get("bye"):
+            if "bye" in message:
+                self._left = {**self._known[peer], "done": message["bye"]}
                 self._forget(peer)
                 return  # what it says after that is of no interest
             elif "failed" in message:
@@ -227,6 +230,13 @@ class Line:
             else:
                 self._known[peer].update(message)
 
+    def _check_left(self) -> None:
+        """Fail if a rank has left the run whose steps this one goes on with: it will wait for that rank for ever."""
+        left, here = self._left, self.progress
+        if left is not None and goes_on_without(here.phase, here.step, left["done"]):
+            self._left = None
+            self._hear(stopped_alone(left, here.rank, here.step), None)
+
     def _lose(self, peer: socket.socket, how: str) -> None:
         known = self._known[peer]
         self._forget(peer)
@@ -235,7 +245,7 @@ class Line:
         where = f", step {known['step']}, {known['phase']}" if "step" in known else ""
         self._hear(f"rank {known['rank']} on {known['host']}{where}: {how}.", peer)
 
-    def _hear(self, words: str, peer: socket.socket) -> None:
+    def _hear(self, words: str, peer: socket.socket | None) -> None:
         with self._lock:
             if self.story is not None or self._closing:
                 return

@@ -32,10 +32,10 @@ from lightning_nd.checkpoint.strategy import CheckpointedStrategy
 from lightning_nd.devices import claim, device_of, one_each
 from lightning_nd.dryrun import DryRunLauncher
 from lightning_nd.faults import Progress
-from lightning_nd.launch import _REPORTS, InProcess, LocalLauncher, RankFailedError, check_world, is_interactive
+from lightning_nd.launch import InProcess, LocalLauncher, RankFailedError, check_world, is_interactive
 from lightning_nd.loaders import SameRows, split_loader, warn_of_masks
 from lightning_nd.loss import LossOptions, TokenLedger, install_loss, made, read_real_logits
-from lightning_nd.mesh import Degree, Meshes, ParallelDims
+from lightning_nd.mesh import Degree, Meshes, ParallelDims, check_timeout
 from lightning_nd.names import warn_of_the_other_package
 from lightning_nd.parallelize import (
     ActivationCheckpointing,
@@ -52,6 +52,7 @@ from lightning_nd.parallelize.context import ContextParallel, check_options
 from lightning_nd.parallelize.data import fsdp_modules
 from lightning_nd.precision import NDPrecision, adapt_precision
 from lightning_nd.preflight import preflight
+from lightning_nd.watch import REPORTS
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -144,6 +145,7 @@ class NDStrategy(CheckpointedStrategy):
         self._degrees: dict[str, Any] = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         check_activation_checkpointing(activation_checkpointing, offload_activations)
         check_options(cp_method, cp_layout, cp_kernel)
+        check_timeout(timeout)
         self._cp_method, self._cp_layout, self._cp_sdpa = cp_method, cp_layout, cp_sdpa
         self._cp_kernel = None if cp_kernel == "auto" else cp_kernel
         self._document_attention = document_attention
@@ -296,7 +298,7 @@ class NDStrategy(CheckpointedStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         # Under the local launcher the ranks share a folder of its own; else the run's, which nodes share if they can.
-        folder = os.environ.get(_REPORTS) or os.path.join(trainer.default_root_dir, ".progress")
+        folder = os.environ.get(REPORTS) or os.path.join(trainer.default_root_dir, ".progress")
         self._progress = Progress(Path(folder), self.global_rank)
         self._launcher.listen(self._progress, self)  # type: ignore[union-attr]
         self._take_over_samplers(trainer)

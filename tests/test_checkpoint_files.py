@@ -10,6 +10,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,7 +20,15 @@ from resuming import SaveAt, check_equal, run
 
 from lightning_nd.checkpoint import files
 from lightning_nd.checkpoint.inspect import Contents, differences
-from lightning_nd.checkpoint.manifest import FORMAT, CheckpointError, Manifest, damage, find_last, read_manifest
+from lightning_nd.checkpoint.manifest import (
+    FORMAT,
+    CheckpointError,
+    Manifest,
+    _checksum,
+    damage,
+    find_last,
+    read_manifest,
+)
 from lightning_nd.cli.main import main
 
 SHORT: dict[str, Any] = {"max_steps": 6}
@@ -191,8 +200,40 @@ def test_last_is_the_newest_complete_one(copy: Path) -> None:
 
 def change(folder: Path, **values: Any) -> Path:
     file = folder / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    changed = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({**changed, "sha256": _checksum(changed)}))
     return folder
+
+
+def test_a_bit_of_the_manifest_that_has_changed_is_found(copy: Path) -> None:
+    file = copy / "step-4.ckpt" / "manifest.json"
+    whole = file.read_bytes()
+    random = Random(0)
+    places = [*sorted(random.sample(range(len(whole)), 400)), whole.index(b'"files"') + 2]
+    for place in places:
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << random.randrange(8)]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError):
+            read_manifest(copy / "step-4.ckpt")
+    assert [path.name for path in find_last([copy])[0]] == ["step-2.ckpt"]
+
+
+def test_manifests_without_a_checksum_of_their_own_are_read(copy: Path) -> None:
+    file = copy / "step-4.ckpt" / "manifest.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({name: v for name, v in values.items() if name != "sha256"} | {"format": 1}))
+    assert read_manifest(copy / "step-4.ckpt").step == 4
+
+
+@pytest.mark.parametrize("place", [0, 200, -1])
+def test_a_bit_of_the_metadata_that_has_changed_is_found(
+    copy: Path, tmp_path: Path, place: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = copy / "step-4.ckpt" / ".metadata"
+    data = bytearray(file.read_bytes())
+    data[place] ^= 4
+    file.write_bytes(data)
+    assert main(["export", "--checkpoint", str(copy / "step-4.ckpt"), "--output", str(tmp_path / "out")]) == 2
+    assert "step-4.ckpt is damaged: .metadata" in capsys.readouterr().err
 
 
 def test_a_newer_format_is_refused_by_name(copy: Path) -> None:
@@ -222,7 +263,7 @@ class Harm:
 def test_no_code_in_a_checkpoint_is_run(copy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (copy / "step-4.ckpt" / ".metadata").write_bytes(pickle.dumps(Harm()))
-    with pytest.raises(pickle.UnpicklingError, match="mkdir has no place"):
+    with pytest.raises(CheckpointError, match="mkdir has no place"):
         Contents.of(copy / "step-4.ckpt")
     torch.save({"state_dict": {}, "x": Harm()}, copy / "one.ckpt")
     with pytest.raises(CheckpointError):
@@ -239,7 +280,7 @@ def test_metadata_that_leads_out_is_refused(copy: Path) -> None:
     for info in metadata.storage_data.values():
         info.relative_path = "../one/step-4.ckpt"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(pickle.UnpicklingError, match="outside of it"):
+    with pytest.raises(CheckpointError, match="outside of it"):
         Contents.of(folder)
 
 

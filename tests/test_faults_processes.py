@@ -5,6 +5,7 @@ Reported elsewhere: E01 (others wait, the failing rank hangs at exit), E02 (nobo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -53,12 +54,17 @@ trainer = Trainer(accelerator="cpu", devices=2, strategy=NDStrategy(dp_shard=2, 
                   max_steps=20, logger=False, enable_checkpointing=False, enable_progress_bar=False,
                   enable_model_summary=False, callbacks=[Fault()])
 trainer.fit(Module())
+{after}
 """
 FAULTS = {
     "killed": (1, "os.kill(os.getpid(), signal.SIGKILL)"),
+    "rank-0-killed": (0, "os.kill(os.getpid(), signal.SIGKILL)"),
     "hangs": (1, "time.sleep(1000)"),
     "rank-0-hangs": (0, "ctypes.PyDLL(None).sleep(1000)"),  # in C, with the interpreter's lock: no thread runs
     "stops-alone": (1, "trainer.should_stop = True"),
+    # and goes on to where it waits for the others, as they wait for it
+    "stops-alone-and-stays": (1, "trainer.should_stop = True"),
+    "rank-0-stops-alone-and-stays": (0, "trainer.should_stop = True"),
     "torchrun-hangs": (1, "time.sleep(1000)"),
 }
 
@@ -77,7 +83,9 @@ class Ended:
 def job(folder: Path, name: str) -> Ended:
     """Run the script with one of the faults."""
     rank, fault = FAULTS[name]
-    (folder / "train.py").write_text(SCRIPT.format(rank=rank, fault=fault, timeout=TIMEOUT))
+    (folder / "train.py").write_text(
+        SCRIPT.format(rank=rank, fault=fault, timeout=TIMEOUT, after="time.sleep(1000)" if "stays" in name else "")
+    )
     keep = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
     environ = {**keep, "PYTHONPATH": os.pathsep.join([str(ROOT), keep.get("PYTHONPATH", "")]), "PYTHONHASHSEED": "0"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--monitor-interval=0.5"]
@@ -91,19 +99,24 @@ def job(folder: Path, name: str) -> Ended:
         code = 0
     began = (folder / "fault").stat().st_mtime if (folder / "fault").exists() else 0.0
     seconds = time.time() - began
-    time.sleep(2.5)  # children look for their parent once a second
-    left = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_text()
-        except OSError:
-            continue
-        if str(folder) in words:
-            left.append(words)
-            os.kill(int(path.parent.name), signal.SIGKILL)
+    deadline = time.monotonic() + 3 * SCALE  # children look for their parent once a second
+    while (left := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
     with socket.socket() as probe:
         listens = probe.connect_ex(("127.0.0.1", int((folder / "fault").read_text() or 0))) == 0
-    return Ended(code, seconds, (folder / "said").read_text(), left, listens)
+    return Ended(code, seconds, (folder / "said").read_text(), list(left.values()), listens)
+
+
+def processes_of(folder: Path) -> dict[int, str]:
+    """Command lines of the processes that run a script in a folder."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder) in (words := path.read_text()):
+                found[int(path.parent.name)] = words
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +145,14 @@ def test_the_job_ends_says_why_and_leaves_nothing(ended: dict[str, Ended], name:
     assert not found.listens
     expected = {
         "killed": r"rank 1 on \S+ ended with signal SIGKILL \(often: out of memory\) at step 4 \(data\)\.",
+        "rank-0-killed": r"^(?!.*Traceback).*rank 0 on \S+ has ended without a word, as when it is killed "
+        r"\(often: out of memory\), at step 4 \(data\)\.",
         "hangs": r"Behind: rank 1 on \S+, since \d+ s at step 4, data",
         "rank-0-hangs": r"Behind: rank 0 on \S+, since \d+ s at step 4, data",
-        "stops-alone": r"rank 1 on \S+ has ended without an error.*give every data rank the same number",
+        "stops-alone": r"rank 1 on \S+ has ended (without an error.*give every data rank the same number"
+        r"|its run after step 4, and rank 0 goes on with step 5)",
+        "stops-alone-and-stays": r"rank 1 on \S+ has ended its run after step 4, and rank 0 goes on with step 5",
+        "rank-0-stops-alone-and-stays": r"rank 0 on \S+ has ended its run after step 4, and rank 1 goes on with step 5",
         "torchrun-hangs": r"Behind: rank 1 on \S+, since \d+ s at step 4, data",
     }
     assert re.search(expected[name], found.said, re.DOTALL), found.said[-3000:]

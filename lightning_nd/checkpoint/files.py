@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
-from lightning_nd.checkpoint.manifest import MANIFEST, META, Manifest, sync_folder, write_manifest
+from lightning_nd.checkpoint.manifest import MANIFEST, META, CheckpointError, Manifest, sync_folder, write_manifest
 from lightning_nd.checkpoint.pieces import LoadPlanner, Pieces, SavePlanner
 
 T = TypeVar("T")
@@ -390,11 +390,14 @@ class Reader(FileSystemReader):
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata: Metadata = _MetadataUnpickler(file).load()
-        for info in (metadata.storage_data or {}).values():
-            if info.relative_path not in self._names:
-                raise pickle.UnpicklingError(f"{self.path}: its metadata names {info.relative_path!r}, outside of it")
+        try:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                metadata: Metadata = _MetadataUnpickler(file).load()
+            names = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        except Exception as error:  # whatever a pickle that has been changed may raise
+            raise CheckpointError(f"{self.path} is damaged: .metadata cannot be read ({error}).") from error
+        if outside := sorted(names - self._names):
+            raise CheckpointError(f"{self.path}: its metadata names {outside[0]!r}, outside of it. It is not read.")
         if getattr(metadata, "storage_meta", None) is None:
             from torch.distributed.checkpoint.metadata import StorageMeta
 

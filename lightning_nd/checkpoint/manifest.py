@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-#: Of what is written; what is newer is refused, what is older is read.
-FORMAT = 1
+#: Of what is written; what is newer is refused, what is older is read. 2: the manifest has a checksum of its own.
+FORMAT = 2
 MANIFEST = "manifest.json"
 META = "meta.pt"
 #: The key of a one-file checkpoint, and of ``meta.pt``, under which this package keeps its own.
 OURS = "lightning_nd"
+_SELF = "sha256"
 _CHUNK = 8 << 20
 
 
@@ -61,8 +62,9 @@ class Manifest:
     format: int = FORMAT
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and `torch.save`."""
-        return asdict(self)
+        """Plain values, for JSON and `torch.save`, with their checksum."""
+        values = {**json.loads(json.dumps(asdict(self))), "format": FORMAT}  # as it is read again
+        return {**values, _SELF: _checksum(values)}
 
     @classmethod
     def parse(cls, path: Path, values: Any) -> Manifest:
@@ -78,6 +80,8 @@ class Manifest:
                 f"{path} has checkpoint format {values['format']}; this lightning-nd reads formats up to {FORMAT}."
                 " Update lightning-nd to load it."
             )
+        if (values["format"] > 1 or _SELF in values) and values.get(_SELF) != _checksum(values):
+            raise CheckpointError(f"{path} is damaged: {MANIFEST} is not as it was written (its checksum differs).")
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         try:
             manifest = cls(**known)
@@ -87,6 +91,12 @@ class Manifest:
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path}: what it says of itself cannot be read ({error}).") from error
         return manifest
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    """The SHA-256 of a manifest without its checksum, however it is laid out as text."""
+    plain = {name: value for name, value in values.items() if name != _SELF}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 
 
 def _check_name(path: Path, name: str) -> None:
