@@ -188,6 +188,11 @@ def read_progress(folder: Path, rank: int) -> dict[str, Any] | None:
     return _read(_file_of(folder, rank))
 
 
+def last_seen(folder: Path, rank: int) -> dict[str, Any] | None:
+    """The same, and where it was when its run was over."""
+    return read_progress(folder, rank) or _read(_left(folder, rank))
+
+
 def read_all(folder: Path) -> list[dict[str, Any]]:
     """What all ranks are doing that write into a folder, in their order."""
     return [found for path in sorted(folder.glob("progress-*.json")) if (found := _read(path)) is not None]

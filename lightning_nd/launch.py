@@ -33,7 +33,7 @@ from lightning_nd import watch
 from lightning_nd.callbacks.foreign import check_callbacks
 from lightning_nd.checkpoint.last import settle
 from lightning_nd.devices import tasks_per_node
-from lightning_nd.faults import Progress, left_alone, lost_a_peer, read_all, read_progress, who_is_behind
+from lightning_nd.faults import Progress, last_seen, left_alone, lost_a_peer, read_all, read_progress, who_is_behind
 from lightning_nd.mesh import Degree, ParallelDims
 from lightning_nd.nodes import choose_interface, connect, meet_again
 from lightning_nd.watch import PARENT, REPORTS
@@ -239,6 +239,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
     _launches = 0  # of this process, its Trainers' together
     #: The ranks have agreed to stop, and end with this exit code.
     preempted = False
+    interrupted = False
     #: By which the processes are to be connected, if not by that of torchrun.
     store: dist.Store | None = None
 
@@ -286,6 +287,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
             return function(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
+                self.interrupted = isinstance(error, KeyboardInterrupt)
                 raise
             if trainer is not None:
                 trainer.strategy.on_exception(error)  # adds what the strategy knows, for the report
@@ -358,7 +360,10 @@ class LocalLauncher(_SubprocessScriptLauncher):
     def _wait_for_children(self) -> None:
         """When this process is done: a rank that fails or waits at its end must not be lost behind our exit code 0."""
         own = _own_report()
-        if own is not None and own.exists():
+        if self.interrupted:
+            for process in self.procs:
+                process.kill()
+        if self.interrupted or (own is not None and own.exists()):
             return
         deadline = time.monotonic() + _GRACE
         for process in self.procs:
@@ -391,7 +396,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
 
     def _ended(self, child: int, code: int | None) -> str:
         """Words for a rank that died without a report: how, and where it was."""
-        record = read_progress(Path(os.environ[REPORTS]), self._first_rank() + child)
+        record = last_seen(Path(os.environ[REPORTS]), self._first_rank() + child)
         where = f" at step {record['step']} ({record['phase']})" if record is not None else ""
         rank = self._first_rank() + child
         words = f"rank {rank} on {socket.gethostname()} ended with {_exit_words(code)}{where}."

@@ -76,8 +76,11 @@ def own_loader(batch_size: int, shuffle: bool, sampler: bool = False, **options:
 class Trained(pl.LightningModule):
     """A causal LM with AdamW, warm-up and decay."""
 
-    def __init__(self, family: str = "qwen3", prepare: Any = None, **overrides: Any) -> None:
+    def __init__(
+        self, family: str = "qwen3", prepare: Any = None, lr: float = 1e-2, total_steps: int = 18, **overrides: Any
+    ) -> None:
         super().__init__()
+        self.lr, self.total_steps = lr, total_steps
         self.save_hyperparameters(ignore=["prepare"])
         self.model = make_model(family, vocab_size=264, **overrides)
         if prepare is not None:
@@ -116,9 +119,9 @@ class Trained(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(
-            (p for p in self.parameters() if p.requires_grad), lr=1e-2, weight_decay=0.1, eps=1e-3
+            (p for p in self.parameters() if p.requires_grad), lr=self.lr, weight_decay=0.1, eps=1e-3
         )
-        scheduler = WarmupDecay(optimizer, warmup=3, total_steps=18)
+        scheduler = WarmupDecay(optimizer, warmup=3, total_steps=self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 

@@ -5,13 +5,14 @@ Reported elsewhere: C01 (a batch twice), C03 (rates jump), C04 (other degrees), 
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from pool import Pool
+from pool import Pool, WorkerError
 from resuming import SaveAt, check_continues, check_equal, plain, run, write_rows
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -247,3 +248,30 @@ def test_models_of_every_kind(pool: Pool, rows: str, name: str, sharded: bool, t
     check_continues(whole, here[0], 2)
     for story in pool.run(run, ranks, rows, back, both, ckpt=f"{back}/step-4.ckpt", trainer=short, module=module):
         check_continues(whole, story, 4)
+
+
+def test_settings_that_give_way_to_the_checkpoints_are_told(pool: Pool, rows: str, tmp_path: Path) -> None:
+    pool.run(run, 1, rows, str(tmp_path), {}, save_at=(4,), trainer={"max_steps": 5})
+    ckpt = str(tmp_path / "step-4.ckpt")
+    told = pool.run(going_on_otherwise, 1, rows, str(tmp_path), ckpt, {"lr": 5e-2})[0]
+    assert "the optimizer goes on with the checkpoint's settings: lr 0.01 (configured: 0.05)" in told
+    told = pool.run(going_on_otherwise, 1, rows, str(tmp_path), ckpt, {"total_steps": 36})[0]
+    assert "schedule is not that of the checkpoint" in told
+    assert "step 5 would have had a rate of 0.00989 and has 0.00998" in told
+    assert pool.run(going_on_otherwise, 1, rows, str(tmp_path), ckpt, {}) == [""]
+
+
+def going_on_otherwise(rank: int, world: int, path: str, folder: str, ckpt: str, module: dict[str, Any]) -> str:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run(rank, world, path, folder, {}, ckpt=ckpt, trainer={"max_steps": 6}, module=module)
+    return "\n".join(str(w.message) for w in seen if "NDStrategy" in str(w.message))
+
+
+def test_other_rows_are_refused_in_the_middle_of_an_epoch(pool: Pool, rows: str, tmp_path: Path) -> None:
+    pool.run(run, 1, rows, str(tmp_path), {}, save_at=(4, 9), trainer={"max_steps": 10})
+    other = tmp_path / "other.jsonl"
+    other.write_text(Path(rows).read_text().replace("q5", "q6"))
+    with pytest.raises(WorkerError, match=r"stands at row 16 of an epoch with .*tokens=.* it now has .*tokens="):
+        pool.run(run, 1, str(other), str(tmp_path), {}, ckpt=str(tmp_path / "step-4.ckpt"))
+    pool.run(run, 1, str(other), str(tmp_path), {}, ckpt=str(tmp_path / "step-9.ckpt"), trainer={"max_steps": 10})

@@ -169,7 +169,9 @@ def check_target(target: Path, overwrite: bool, marker: str = "config.json") -> 
     if not target.is_dir() or not (present := sorted(target.iterdir())):
         return
     if not overwrite:
-        raise FileExistsError(f"{target} is not empty. Give another folder, or overwrite=True to replace it.")
+        raise FileExistsError(
+            f"{target} is not empty. Give another folder, or overwrite=True (--overwrite) to replace it."
+        )
     foreign = [p.name for p in present if p.is_dir() or p.suffix not in _OURS]
     if foreign or not (target / marker).is_file():
         raise FileExistsError(

@@ -288,6 +288,65 @@ def check_schedulers(manifest: Manifest, trainer: pl.Trainer, states: list[Any])
     return states[: len(now)]
 
 
+def optimizer_settings(optimizers: Sequence[Any]) -> list[list[dict[str, Any]]]:
+    """Rate, betas and the like of every group of each optimizer, as the run at hand has configured them."""
+    found = []
+    for optimizer in optimizers:
+        groups: list[dict[str, Any]] = [
+            {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
+            for group in optimizer.param_groups
+        ]
+        for group in groups:
+            group["lr"] = group.pop("initial_lr", group.get("lr"))  # the rate before any schedule
+        found.append(groups)
+    return found
+
+
+def warn_of_settings(before: Sequence[Any], after: Sequence[Any], trainer: pl.Trainer, states: Sequence[Any]) -> None:
+    """Say which configured values give way to the checkpoint's, and whether the schedule is another one.
+
+    Args:
+        before: `optimizer_settings` as configured.
+        after: the same once the checkpoint has been loaded.
+        trainer: with its schedulers, not yet loaded.
+        states: of the schedulers in the checkpoint.
+    """
+    words = []
+    for mine, saved in zip(before, after, strict=True):
+        for a, b in zip(mine, saved, strict=True):
+            words += [f"{key} {b[key]} (configured: {a[key]})" for key in a if key in b and a[key] != b[key]]
+    for config, state in zip(trainer.lr_scheduler_configs, states, strict=False):
+        own = config.scheduler.state_dict()
+        words += [
+            f"{key} {state[key]} (configured: {value})"
+            for key, value in own.items()
+            if isinstance(value, int | float) and not key.startswith("_") and key != "last_epoch"
+            if isinstance(state.get(key), int | float) and state[key] != value
+        ]
+    if words:
+        rank_zero_warn(
+            f"NDStrategy: the optimizer goes on with the checkpoint's settings: {', '.join(dict.fromkeys(words))}. For"
+            " others start a new run from an export of it."
+        )
+    for config, state in zip(trainer.lr_scheduler_configs, states, strict=False):
+        _warn_of_shape(config.scheduler, state)
+
+
+def _warn_of_shape(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """A schedule that is a function of the step is not in its state: compare what it gives for the next step."""
+    factors, rates = getattr(scheduler, "lr_lambdas", None), state.get("_last_lr")
+    if not factors or not rates or len(factors) != len(rates) or "base_lrs" not in state:
+        return
+    step = state["last_epoch"]
+    here = [base * factor(step) for base, factor in zip(state["base_lrs"], factors, strict=True)]
+    if any(abs(a - b) > 1e-6 * max(abs(a), abs(b)) for a, b in zip(here, rates, strict=True)):
+        rank_zero_warn(
+            "NDStrategy: the learning rate schedule is not that of the checkpoint, as with another warm-up or number"
+            f" of steps: step {step + 1} would have had a rate of {rates[0]:.3g} and has {here[0]:.3g}. From here on"
+            " the run will not be the one that was interrupted."
+        )
+
+
 # -- what weights_only loading takes ----------------------------------------------------------------------------------
 
 

@@ -239,9 +239,12 @@ class Saver:
         """
         self.wait()
         weights_only = self.weights_only if weights_only is None else weights_only
-        path = self._whole(path)
+        asked, path = path, self._whole(path)
+        if path != asked and trainer._checkpoint_connector._ckpt_path is not None:
+            trainer._checkpoint_connector._ckpt_path = str(path)  # Lightning's last word is of what was loaded
         fitting = trainer.state.fn == TrainerFn.FITTING
         read = self._load_folder if path.is_dir() else self._load_file
+        configured = resume.optimizer_settings(optimizers if fitting else [])
         rest, manifest = read(trainer, path, optimizers if fitting else [], weights_only)
         self.loaded = manifest if fitting else None
         if not fitting:
@@ -249,6 +252,8 @@ class Saver:
         ours = rest.get(OURS, {})
         if manifest is not None and "lr_schedulers" in rest:
             rest["lr_schedulers"] = resume.check_schedulers(manifest, trainer, rest["lr_schedulers"])
+            now = resume.optimizer_settings(optimizers)
+            resume.warn_of_settings(configured, now, trainer, rest["lr_schedulers"])
         if "random" in ours and manifest is not None:
             same = manifest.layout == self.layout and manifest.world_size == dist.get_world_size()
             self._random = resume.state_of_rank(ours["random"], dist.get_rank(), same)
@@ -271,6 +276,7 @@ class Saver:
 
     def _whole(self, path: Path) -> Path:
         """The checkpoint to load: every byte of it is as it was written."""
+        tried: list[str] = []
         while True:
             path = self._gather(path)[0]
             words: list[str] = []
@@ -284,11 +290,13 @@ class Saver:
             if not found:
                 return path
             problem = f"{path} is damaged: {found[0]}" if not found[0].startswith(str(path)) else found[0]
-            self.others = [other for other in self.others if other != path]
+            tried.append(str(path))
+            self.others = [other for other in self.others if str(other) not in tried]
             if not self.others:
                 beside = find_last([path.parent])[0] if self._first else []
-                others = [str(other) for other in self._gather(beside)[0] if other != path]
+                others = [str(other) for other in self._gather(beside)[0] if str(other) not in tried]
                 hint = f" The newest complete one beside it is {others[0]}." if others else ""
+                hint += f" No other is whole: {', '.join(tried[:-1])} was found damaged, too." if tried[1:] else ""
                 raise CheckpointError(problem + hint)
             rank_zero_warn(f"NDStrategy: {problem} Going on with {self.others[0]}.")
             path = self.others[0]
@@ -404,7 +412,7 @@ def _check_resumable(path: Path, weights_only: bool, trainer: pl.Trainer) -> Non
         raise CheckpointError(
             f"{path} holds weights only (save_weights_only=True): no optimizer, schedule or place in the data to go on"
             " from. Start a new run from them: lightning-nd export --checkpoint ..., then fit from that folder; or"
-            " load_from_checkpoint and fit without ckpt_path."
+            " lightning_nd.load_from_checkpoint and fit without ckpt_path."
         )
 
 

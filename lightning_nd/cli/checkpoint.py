@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,7 @@ is started and no GPU needed.
   --overwrite          replace DIR if it holds a model
 """
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*[KMGT]I?B", re.IGNORECASE)
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -93,6 +95,8 @@ def export_command(command: str, args: list[str]) -> int:
     parser.add_argument("--shard-size", default="5GB")
     parser.add_argument("--overwrite", action="store_true")
     given = parser.parse_args(args)
+    if (match := _SIZE.fullmatch(given.shard_size)) is None or float(match[1]) <= 0:
+        raise ConfigError(f"--shard-size {given.shard_size}: give a size such as 5GB or 500MB.")
     import torch
 
     from lightning_nd.checkpoint.convert import export_checkpoint

@@ -32,7 +32,7 @@ COMMANDS = {
     "verify": ("lightning_nd.cli.verify:main_command", "compare this layout with one process, number by number"),
 }
 
-_REFUSALS = (ValueError, TypeError, FileNotFoundError, NotImplementedError, RuntimeError)
+_REFUSALS = (ValueError, TypeError, FileNotFoundError, FileExistsError, NotImplementedError, RuntimeError)
 
 _HELP = """usage: lightning-nd COMMAND --config RECIPE.yaml [--key value ...]
 

@@ -71,6 +71,12 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         }
 
     @property
+    def digest(self) -> str:
+        """Tells these tokens and labels from others; the folder's checksums of both."""
+        sums = json.loads((self.folder / META).read_text(encoding="utf-8"))["checksums"]
+        return "-".join(f"{sums[name][1]:08x}" for name in ("input_ids", "labels"))
+
+    @property
     def supervised_tokens(self) -> int:
         """Number of tokens that the loss is over."""
         return int(self.supervised.sum(dtype=np.int64))

@@ -91,6 +91,8 @@ class PlacedSampler(DistributedSampler[Any], ABC):
         """
         here = {"shuffle": self.shuffle, **self.identity}
         there = {name: value for name, value in state.items() if name not in _PLACE}
+        if "tokens" not in there:  # of an older version
+            here.pop("tokens", None)
         if state["position"] and there != here:
             raise ValueError(
                 f"{type(self).__name__}: the checkpoint stands at {self.what} {state['position']} of an epoch "
@@ -147,7 +149,8 @@ class GlobalOrderSampler(PlacedSampler):
     @property
     @override
     def identity(self) -> dict[str, Any]:
-        return self.order.identity
+        digest = getattr(self.dataset, "digest", None)
+        return self.order.identity | ({"tokens": digest} if digest else {})
 
     @property
     @override
