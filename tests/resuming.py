@@ -77,7 +77,12 @@ class Trained(pl.LightningModule):
     """A causal LM with AdamW, warm-up and decay."""
 
     def __init__(
-        self, family: str = "qwen3", prepare: Any = None, lr: float = 1e-2, total_steps: int = 18, **overrides: Any
+        self,
+        family: str = "qwen3",
+        prepare: Any = None,
+        lr: float = 1e-2,
+        total_steps: int | None = 18,
+        **overrides: Any,
     ) -> None:
         super().__init__()
         self.lr, self.total_steps = lr, total_steps
@@ -121,7 +126,8 @@ class Trained(pl.LightningModule):
         optimizer = torch.optim.AdamW(
             (p for p in self.parameters() if p.requires_grad), lr=self.lr, weight_decay=0.1, eps=1e-3
         )
-        scheduler = WarmupDecay(optimizer, warmup=3, total_steps=self.total_steps)
+        steps = self.total_steps or int(self.trainer.estimated_stepping_batches)  # sets the loaders up
+        scheduler = WarmupDecay(optimizer, warmup=3, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
