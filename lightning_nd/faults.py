@@ -28,11 +28,13 @@ class Progress:
     Args:
         folder: shared by the ranks of a node, or of the job if it is on a shared file system.
         rank: the global rank.
+        remember: leave a note in the folder of where the run ended; for folders that end with the job.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, remember: bool = False) -> None:
         self.folder = folder
         self.rank = rank
+        self.remember = remember
         self.step = self.done = 0
         self.phase = "setup"
         self.rows = 0
@@ -75,7 +77,10 @@ class Progress:
             if not self.keep:
                 self._write(time=time.time())
                 with contextlib.suppress(OSError):
-                    self._path(self.rank).rename(_left(self.folder, self.rank))
+                    if self.remember:
+                        self._path(self.rank).rename(_left(self.folder, self.rank))
+                    else:
+                        self._path(self.rank).unlink()
             os.close(self._file)
             self._file = -1
 

@@ -298,8 +298,9 @@ class NDStrategy(CheckpointedStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         # Under the local launcher the ranks share a folder of its own; else the run's, which nodes share if they can.
-        folder = os.environ.get(REPORTS) or os.path.join(trainer.default_root_dir, ".progress")
-        self._progress = Progress(Path(folder), self.global_rank)
+        shared = os.environ.get(REPORTS)
+        folder = Path(shared or os.path.join(trainer.default_root_dir, ".progress"))
+        self._progress = Progress(folder, self.global_rank, remember=bool(shared))
         self._launcher.listen(self._progress, self)  # type: ignore[union-attr]
         self._take_over_samplers(trainer)
         self._same_rows = SameRows(self.meshes, self.root_device)

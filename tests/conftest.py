@@ -48,3 +48,11 @@ def no_process_group_left() -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("This test left a process group in pytest's process: run it in the pool, or destroy the group.")
+
+
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """For a fit in pytest's own process: its group goes with it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

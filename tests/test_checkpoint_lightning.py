@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LearningRateFinder,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     ThroughputMonitor,
     WeightAveraging,
@@ -236,6 +237,20 @@ def test_averaging_callbacks_are_refused(callback: Any, rows: str) -> None:
         trainer.fit(Trained(), make_data(rows, 1, 1))
 
 
+def saves_on_exception(rank: int, world: int, rows: str, callback: Any) -> None:
+    trainer = tiny_trainer(rank, world, NDStrategy(), enable_checkpointing=True, callbacks=[callback])
+    trainer.fit(Trained(), make_data(rows, world, 1))
+
+
+@pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+def test_no_rank_saves_alone_when_one_fails(pool: Pool, rows: str, tmp_path: Path, kind: str) -> None:
+    callback: Any = OnExceptionCheckpoint(str(tmp_path))
+    if kind == "ModelCheckpoint":
+        callback = ModelCheckpoint(str(tmp_path), save_on_exception=True)
+    with pytest.raises(WorkerError, match=f"{kind} is to save when a rank fails, and no rank can save alone"):
+        pool.run(saves_on_exception, 2, rows, callback)
+
+
 def searched(rank: int, world: int, rows: str, folder: str) -> tuple[list[float], list[float]]:
     found = []
     finder = LearningRateFinder(num_training_steps=4, update_attr=False)
@@ -268,7 +283,29 @@ class Logged(Trained):
         return loss
 
 
-def logged(rank: int, world: int, rows: str, folder: str, steps: int, ckpt: str | None) -> None:
+class OtherOptimizer(Logged):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+class InWindow(ModelCheckpoint):
+    """Saves when half of the batches of the third step are done."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == 2 * (each := trainer.accumulate_grad_batches) + each // 2 - 1:
+            trainer.save_checkpoint(f"{self.dirpath}/inside.ckpt")
+
+
+def logged(
+    rank: int,
+    world: int,
+    rows: str,
+    folder: str,
+    steps: int,
+    ckpt: str | None,
+    accumulate: int = 1,
+    module: Any = Logged,
+) -> None:
     trainer = tiny_trainer(
         rank,
         world,
@@ -278,18 +315,34 @@ def logged(rank: int, world: int, rows: str, folder: str, steps: int, ckpt: str 
         logger=MetricsLog(folder, name="", version=""),
         log_every_n_steps=1,
         enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(folder, "four", every_n_train_steps=4)],
+        accumulate_grad_batches=accumulate,
+        callbacks=[ModelCheckpoint(folder, "four", every_n_train_steps=4), *([InWindow(folder)] if not ckpt else [])],
     )
-    trainer.fit(Logged(), make_data(rows, world, 1), ckpt_path=ckpt)
+    trainer.fit(module(), make_data(rows, world, accumulate), ckpt_path=ckpt)
+
+
+def steps_of(folder: Path) -> list[int]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
 
 
 def test_e07_one_log_with_every_step_once(pool: Pool, rows: str, tmp_path: Path) -> None:
-    def steps() -> list[int]:
-        with (tmp_path / "metrics.csv").open(newline="") as file:
-            return [int(row["step"]) for row in csv.DictReader(file)]
-
     pool.run(logged, 2, rows, str(tmp_path), 6, None)
-    assert steps() == list(range(6))
+    assert steps_of(tmp_path) == list(range(6))
     pool.run(logged, 2, rows, str(tmp_path), 8, str(tmp_path / "four.ckpt"))
-    assert steps() == list(range(8))
+    assert steps_of(tmp_path) == list(range(8))
     assert not (tmp_path / ".metrics.earlier.csv").exists()
+
+
+def test_a_window_that_is_read_again_is_logged_as_its_step(pool: Pool, rows: str, tmp_path: Path) -> None:
+    pool.run(logged, 1, rows, str(tmp_path), 4, None, accumulate=2)
+    pool.run(logged, 1, rows, str(tmp_path), 6, str(tmp_path / "inside.ckpt"), accumulate=2)
+    assert steps_of(tmp_path) == list(range(6))
+
+
+def test_a_refused_run_leaves_the_log_as_it_was(pool: Pool, rows: str, tmp_path: Path) -> None:
+    pool.run(logged, 1, rows, str(tmp_path), 4, None)
+    before = (tmp_path / "metrics.csv").read_text()
+    with pytest.raises(WorkerError, match="optimizer"):
+        pool.run(logged, 1, rows, str(tmp_path), 8, str(tmp_path / "four.ckpt"), module=OtherOptimizer)
+    assert (tmp_path / "metrics.csv").read_text() == before

@@ -115,7 +115,7 @@ def train_and_merge(rank: int, world: int, folder: str) -> int:
     """Bytes that `export --merge` takes of the LoRA run that it is given."""
     base, rows = Path(folder) / "base", Path(folder) / "rows.jsonl"
     write_rows(rows, 4)
-    AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG)).save_pretrained(base)
+    AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG | {"num_hidden_layers": 8})).save_pretrained(base)
     tiny_tokenizer().save_pretrained(base)
     trainer = tiny_trainer(rank, world, NDStrategy(), max_steps=1)
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
@@ -133,6 +133,6 @@ def test_merging_needs_less_than_the_model(pool: Pool, tmp_path: Path) -> None:
     (most,) = pool.run(train_and_merge, 1, str(tmp_path), timeout=120)
     size = (tmp_path / "merged" / "model.safetensors").stat().st_size
     largest = 4 * CONFIG["vocab_size"] * CONFIG["hidden_size"]
-    limit = largest + CONSTANT
+    limit = largest + 2 * CONSTANT  # and its libraries: this process exports for the first time
     assert limit < size / 2
     assert most < limit, (most // MB, limit // MB)

@@ -120,7 +120,7 @@ def test_out_of_memory_says_where_and_what_to_change(pool: Pool, tmp_path: Any, 
 
 def test_nothing_is_left_behind_by_a_good_run(pool: Pool, tmp_path: Any) -> None:
     pool.run(_good_run, 2, str(tmp_path))
-    assert not list(tmp_path.rglob("progress-*"))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def _good_run(rank: int, world_size: int, folder: str) -> None:

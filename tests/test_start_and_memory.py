@@ -107,6 +107,7 @@ class Full(CausalLM):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.usefixtures("own_group")
 def test_a_fit_says_its_layout_once_and_explains_what_took_the_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

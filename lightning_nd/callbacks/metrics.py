@@ -51,6 +51,14 @@ class MetricsLog(CSVLogger):
 
     @override
     @rank_zero_only
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        current = Path(self.log_dir) / "metrics.csv"
+        if status != "success" and self._earlier.is_file() and not current.is_file():
+            self._earlier.replace(current)  # nothing has been logged: the earlier run is still what there is
+
+    @override
+    @rank_zero_only
     def save(self) -> None:
         super().save()
         if Path(self.experiment.metrics_file_path).is_file():

@@ -90,6 +90,8 @@ def rewind_window(checkpoint: dict[str, Any], accumulate: int, automatic: bool) 
         at = counts["processed"] - inside
         # `started` one behind: neither at the end of a batch nor of a validation, of which Lightning asks
         counts.update(ready=at, started=at - 1, processed=at, completed=at)
+    # Lightning adds the step before the window again, taking it for one whose batch has not ended
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     states = loops["state_dict"].get("combined_loader") or []
     for i, state in enumerate(states):
         if isinstance(state, dict) and "rows_per_batch" in state:

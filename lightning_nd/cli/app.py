@@ -97,7 +97,11 @@ class SaveRunConfig(SaveConfigCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and not self.already_saved and trainer.is_global_zero:
+        pass  # a run that goes on may still be refused, and its folder then keeps what it was trained with
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.already_saved and trainer.is_global_zero:
             folder = Path(trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
             saved = self.config.clone()
