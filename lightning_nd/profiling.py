@@ -81,7 +81,7 @@ class StepProfile:
         phases: seconds by phase.
         traffic: calls and bytes by axis and collective.
         communicating: seconds in which something was on its way; None where the trace does not say.
-        exposed: seconds of these in which no other kernel ran; on CUDA.
+        exposed: seconds of these in which nothing was computed.
         by_axis: seconds on their way, by axis, on CUDA.
     """
 
@@ -200,31 +200,78 @@ class ProfileSteps(Callback):
             self._traffic.setdefault(axis, {})[kind] = (float(calls), float(size))
 
 
-def read_trace(events: Iterable[dict[str, Any]], axes: dict[str, str], into: StepProfile) -> None:
-    """Add what a trace of one step says of communication.
+@dataclass
+class Spans:
+    """When something was on its way between ranks, and when something was computed, of one rank.
 
-    gloo's operations are marked on its own threads; NCCL's are kernels, which name their process group.
+    gloo's operations are marked on its own threads; NCCL's are kernels. Where there are no kernels, torch's operations
+    on the host are what is computed.
     """
-    travelling: list[Interval] = []
-    computing: list[Interval] = []
+
+    travelling: list[Interval] = field(default_factory=list)
+    kernels: list[Interval] = field(default_factory=list)
+    on_host: list[Interval] = field(default_factory=list)
+
+    def add(self, name: str, is_kernel: bool, span: Interval) -> bool:
+        """Note an event of torch's profiler; returns whether it is something on its way."""
+        travels = "nccl" in name.lower() if is_kernel else name.startswith("gloo:")
+        if travels:
+            self.travelling.append(span)
+        elif is_kernel:
+            self.kernels.append(span)
+        elif name.startswith("aten::"):
+            self.on_host.append(span)
+        return travels
+
+    @property
+    def exposed(self) -> float:
+        """How long something was on its way and nothing was computed, in the unit of the spans."""
+        computing = self.kernels or self.on_host
+        return covered([*self.travelling, *computing]) - covered(computing)
+
+
+class TracedStep:
+    """Traces what this rank does between its making and `exposed_share`."""
+
+    def __init__(self, device: torch.device) -> None:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._device, self._trace = device, torch.profiler.profile(activities=kinds)
+        self._trace.__enter__()
+        self._since = time.perf_counter()
+
+    def exposed_share(self) -> float:
+        """End the trace; the share of its time in which something was on its way and nothing was computed."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = time.perf_counter() - self._since
+        self._trace.__exit__(None, None, None)
+        spans = Spans()
+        for event in self._trace.profiler.kineto_results.events():  # type: ignore[union-attr]
+            is_kernel = event.device_type() == torch.autograd.DeviceType.CUDA
+            if not (is_kernel and event.name().startswith(("Memcpy", "Memset"))):
+                spans.add(event.name(), is_kernel, (event.start_ns(), event.start_ns() + event.duration_ns()))
+        return spans.exposed / 1e9 / seconds
+
+
+def read_trace(events: Iterable[dict[str, Any]], axes: dict[str, str], into: StepProfile) -> None:
+    """Add what a trace of one step says of communication; NCCL's kernels name their process group."""
+    spans = Spans()
     by_axis: dict[str, list[Interval]] = defaultdict(list)
     for event in events:
-        name, kind = str(event.get("name", "")), event.get("cat")
         if event.get("ph") != "X" or "dur" not in event:
             continue
         span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        if kind == "kernel" and "nccl" not in name.lower():
-            computing.append(span)
-        elif name.startswith("gloo:") or kind == "kernel":
-            travelling.append(span)
+        if spans.add(str(event.get("name", "")), event.get("cat") == "kernel", span):
             group = str((event.get("args") or {}).get("Process Group Name", ""))
             if group in axes:
                 by_axis[axes[group]].append(span)
-    if travelling:
-        into.communicating = covered(travelling) / 1e6
-    if computing:
-        into.exposed = (covered([*travelling, *computing]) - covered(computing)) / 1e6
-    into.by_axis = {axis: covered(spans) / 1e6 for axis, spans in by_axis.items()}
+    if spans.travelling:
+        into.communicating = covered(spans.travelling) / 1e6
+        into.exposed = spans.exposed / 1e6
+    into.by_axis = {axis: covered(found) / 1e6 for axis, found in by_axis.items()}
 
 
 def covered(spans: Iterable[Interval]) -> float:

@@ -55,6 +55,17 @@ def test_a_trace_of_nccl_tells_axes_and_what_is_exposed() -> None:
     assert covered([(0, 2), (1, 3), (5, 6)]) == 4
 
 
+def test_a_trace_of_gloo_tells_what_is_exposed() -> None:
+    def event(name: str, begin: float, length: float) -> dict[str, object]:
+        return {"ph": "X", "cat": "cpu_op", "name": name, "ts": begin, "dur": length}
+
+    found = StepProfile({"forward": 2e-4})
+    within = event("autograd::engine::evaluate_function", 0, 200)  # may wait inside
+    read_trace([event("aten::mm", 0, 100), event("gloo:all_reduce", 80, 100), within], {}, found)
+    assert found.communicating == pytest.approx(100e-6)
+    assert found.exposed == pytest.approx(80e-6)
+
+
 def write_model_and_rows(folder: Path) -> None:
     tiny_model().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")

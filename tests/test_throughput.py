@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from pool import Pool, tiny_trainer
 from tiny import tiny_model
 
+from lightning_nd import NDStrategy
 from lightning_nd.callbacks import Throughput
 from lightning_nd.callbacks import clock as clocks
 from lightning_nd.callbacks.throughput import _facts, count_batch
@@ -132,8 +135,51 @@ def test_a_run_logs_all_of_it() -> None:
     assert 0.01 < found["peak_memory_gib"] < 100
 
 
+class KeepShares(Callback):
+    """Keeps each value of the share that is logged."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if (share := trainer.callback_metrics.get("throughput/exposed_communication")) is not None:
+            self.shares.append(float(share))
+
+
+class Waits(Trains):
+    """One rank comes late to the communication of every step."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        time.sleep(0.5 * self.global_rank)
+        return super().training_step(batch, index)
+
+
+def _shares(rank: int, world: int, module: type[LightningModule]) -> tuple[list[float], float]:
+    keep = KeepShares()
+    throughput = Throughput(communication_every=2)
+    trainer = tiny_trainer(
+        rank, world, NDStrategy(), max_steps=4, log_every_n_steps=1, callbacks=[throughput, keep], limit_val_batches=0
+    )
+    rows = [{"input_ids": torch.arange(12), "labels": torch.arange(12)} for _ in range(8)]
+    trainer.fit(module(), torch.utils.data.DataLoader(rows, batch_size=1))
+    values = {k.removeprefix("throughput/"): float(v) for k, v in trainer.callback_metrics.items()}
+    return keep.shares, values["tokens_per_s"] * values["step_time_s"]
+
+
+def test_communication_that_nothing_hides(pool: Pool) -> None:
+    (shares, tokens), (other, _) = pool.run(_shares, 2, Waits)
+    assert shares == other  # the largest of the ranks
+    assert len(set(shares)) == 1  # of the third step: the first is not traced
+    assert 0.5 < shares[0] < 1
+    assert tokens == pytest.approx(24)  # of a step that was not traced
+    ((alone, _),) = pool.run(_shares, 1, Trains)
+    assert set(alone) == {0.0}
+
+
 def test_a_peak_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="must be positive"):
         Throughput(peak_tflops=0)
     with pytest.raises(ValueError, match="--gpu h1000"):
         Throughput(gpu="h1000")
+    with pytest.raises(ValueError, match="0 or more"):
+        Throughput(communication_every=-1)

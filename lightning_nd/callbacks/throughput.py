@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_nd.callbacks.clock import Clock
+from lightning_nd.profiling import TracedStep
 
 if TYPE_CHECKING:
     from lightning_nd.planner.model import ModelFacts
@@ -40,18 +41,29 @@ class Throughput(Callback):
     - ``peak_memory_gib``: the most that tensors took on a GPU, or the process on CPU (the largest rank), since the
       start.
 
-    The share of communication that no computing hides is not among them: it shows in a profile only.
+    - ``exposed_communication``: the share of a step in which something was on its way and nothing was computed (the
+      largest rank's: one that waits for a slower one counts it, too). With ``communication_every``: the first step of
+      every so many is traced by torch's profiler, and left out of the other numbers.
 
     Args:
         gpu: what the devices are called in the planner's table, or in ``gpu_file``; on CUDA the driver is asked.
         gpu_file: as of ``lightning-nd plan --gpu-file``.
         peak_tflops: of one device, in 10¹² operations a second, in place of the table's.
+        communication_every: optimizer steps from one that is traced to the next; 0 traces none.
 
     Raises:
-        ValueError: for a GPU that is not in the table; for a peak that is not positive.
+        ValueError: for a GPU that is not in the table; for a peak that is not positive; for a negative number of steps.
     """
 
-    def __init__(self, gpu: str | None = None, gpu_file: str | None = None, peak_tflops: float | None = None) -> None:
+    def __init__(
+        self,
+        gpu: str | None = None,
+        gpu_file: str | None = None,
+        peak_tflops: float | None = None,
+        communication_every: int = 0,
+    ) -> None:
+        if communication_every < 0:
+            raise ValueError(f"Throughput: communication_every is {communication_every}; it must be 0 or more.")
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(f"Throughput: peak_tflops is {peak_tflops}; it must be positive.")
         if gpu is not None and peak_tflops is None:
@@ -59,6 +71,8 @@ class Throughput(Callback):
 
             peak_tflops = find_gpu(gpu, None if gpu_file is None else Path(gpu_file).expanduser()).bf16_tflops
         self._peak = peak_tflops
+        self._trace_every = communication_every
+        self._traced: TracedStep | None = None
         self._clock = Clock()
         self._facts: ModelFacts | None = None
         self._windows: list[int | None] = []
@@ -83,19 +97,41 @@ class Throughput(Callback):
             memory = torch.cuda.get_device_properties(pl_module.device).total_memory / _GIB
             gpu = known_as(torch.cuda.get_device_name(pl_module.device), memory)
             self._peak = None if gpu is None else gpu.bf16_tflops
-        self._ended = None
+        self._ended = self._traced = None
+        self._began = trainer.global_step
         self._restart(pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._ended is not None:
+        if self._traced is None and self._is_to_be_traced(trainer, batch_idx):
+            self._clock.pause()
+            self._traced = TracedStep(pl_module.device)
+        elif self._ended is not None and self._traced is None:
             self._waited += time.perf_counter() - self._ended
+
+    def _is_to_be_traced(self, trainer: Trainer, batch_idx: int) -> bool:
+        every = self._trace_every
+        if not every or trainer.global_step == self._began or trainer.global_step % every:
+            return False  # the first step of a run does much that no other does
+        return batch_idx % trainer.accumulate_grad_batches == 0 and not torch.autograd._profiler_enabled()
+
+    def _log_traced(self, trainer: Trainer, module: LightningModule) -> None:
+        assert self._traced is not None
+        share = torch.tensor(self._traced.exposed_share(), dtype=torch.float64, device=_counting_device(module.device))
+        self._traced = None
+        module.log("throughput/exposed_communication", trainer.strategy.reduce(share, reduce_op="max"), batch_size=1)
+        self._clock.go_on()
+        self._ended = time.perf_counter()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._ended = time.perf_counter()
+        if self._traced is not None:
+            if not trainer.fit_loop._should_accumulate():
+                self._log_traced(trainer, pl_module)
+            return
         if self._sums is None or not isinstance(batch, dict) or "input_ids" not in batch:
             return
         self._sums += count_batch(batch, self._windows).to(self._sums.device)
@@ -103,7 +139,7 @@ class Throughput(Callback):
             return
         self._steps += 1
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if trainer.global_step % every:
+        if trainer.global_step % every or not self._steps:
             return
         seconds = self._clock.seconds(pl_module.device)
         sums = trainer.strategy.reduce(self._sums, reduce_op="sum")
