@@ -66,10 +66,12 @@ def test_selective_cannot_be_offloaded() -> None:
         NDStrategy(activation_checkpointing="selective", offload_activations=True)
 
 
-def compiled(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tuple[bool, list[int]]]:
+def compiled(
+    rank: int, world_size: int, cases: list[dict[str, Any]], axis: str = "dp_shard"
+) -> list[tuple[bool, list[int]]]:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    meshes = ParallelDims(dp_shard=world_size).build_meshes("cpu")
+    meshes = ParallelDims(**{axis: world_size}).build_meshes("cpu")
     ids, found = torch.arange(2 * 64).view(2, 64), []
     for options in cases:
         torch._dynamo.reset()
@@ -81,7 +83,7 @@ def compiled(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tu
         losses, graphs = [], []
         for on in (False, True):
             with mock.patch.object(torch.nn.Module, "compile", compile_with):
-                model = parallelize(tiny_model(num_hidden_layers=3), ParallelConfig(meshes, compile=on, **options))
+                model = parallelize(tiny_model(num_hidden_layers=5), ParallelConfig(meshes, compile=on, **options))
             for _ in range(2):
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
                 loss.backward()
@@ -101,3 +103,14 @@ def test_compiled_blocks_share_one_graph_and_change_no_number(pool: Pool) -> Non
     for equal, graphs in pool.run(compiled, 2, cases, timeout=120)[0]:
         assert equal
         assert graphs == [0, 0, 1, 1]
+
+
+def test_compiled_blocks_share_their_graphs_under_tensor_parallelism(pool: Pool) -> None:
+    cases: list[dict[str, Any]] = [{}, {"sequence_parallel": False}, {"activation_checkpointing": "full"}]
+    found = pool.run(compiled, 2, cases, "tp", timeout=120)[0]
+    assert [equal for equal, _ in found] == [True] * 3
+    for _, (*before, first, second) in found:
+        assert before == [0, 0]
+        # of the first block, which splits the sequence, of the last, which gathers it, and of the three others
+        assert 1 <= first <= 3
+        assert second == first

@@ -22,6 +22,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_nd.loss.chunked import VocabularySlice
 
@@ -396,7 +397,7 @@ class Head:
         if isinstance(args[0], PendingLogits) or torch.is_autocast_enabled(args[0].device.type):
             return None
         assert isinstance(layer, nn.Linear)
-        held.append(Product(args[0], layer.weight, layer.bias))
+        held.append(Product(args[0], _local(layer.weight), _local(layer.bias)))
         return (args[0].narrow(-2, 0, 0),)
 
     def _after(self, held: list[Product], *_: Any) -> PendingLogits | None:
@@ -417,6 +418,11 @@ def find_head(model: Any) -> Head | None:
     outer = getattr(head, "out_features", None)
     layers = [m for m in head.modules() if _is_linear(m) and m.out_features == outer]
     return Head(layers) if layers else None
+
+
+def _local(parameter: Tensor | None) -> Any:
+    """This rank's slice under tensor parallelism, as the layer itself would compute with."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -99,15 +98,15 @@ class SequenceShard:
         A region may return its tokens in one dim, ``[batch · sequence, hidden]`` (some experts do).
         """
         gather = self.gather_partial if pure else self.leave
-        shapes: list[torch.Size] = []
+        shape = [0, 0]
 
         def before(hidden: Tensor) -> Tensor:
             whole = gather(hidden)
-            shapes[:] = [whole.shape[:2]]
+            shape[:] = whole.shape[:2]
             return whole
 
         def after(output: Tensor) -> Tensor:
-            rows, tokens = shapes.pop()
+            rows, tokens = shape
             if output.shape[:2] == (rows, tokens):
                 return self.scatter(output)
             if output.dim() == 2 and output.shape[0] == rows * tokens:

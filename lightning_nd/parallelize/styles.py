@@ -11,6 +11,7 @@ layers exchange nothing. In any other place each style makes its own input and o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -191,26 +192,21 @@ class Rowwise(Style):
     def install(self, module: nn.Module, site: Site) -> None:
         if self.split:
             _map_input(module, lambda x: comm.slice_allgather(x, x.dim() - 1, site.group))
-        hidden: dict[str, Tensor | None] = {}
-        inner = getattr(module, "base_layer", module)  # an adapter's output is a partial sum as well
+        base = getattr(module, "base_layer", module)  # an adapter's output is a partial sum as well
 
-        def hide_bias(*_: Any) -> None:
-            hidden["bias"], inner._parameters["bias"] = inner._parameters.get("bias"), None
-
-        def reduce(y: Tensor) -> Tensor:
+        def reduce(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            bias, base._parameters["bias"] = base._parameters.get("bias"), None
+            try:
+                y = forward(*args, **kwargs)
+            finally:
+                base._parameters["bias"] = bias
             y = site.scatter(y) if site.pure and site.scatter is not None else comm.allreduce_identity(y, site.group)
-            bias = hidden["bias"]
             if isinstance(bias, DTensor):  # of an adapter's base layer, taken away before that has made it local
                 bias = bias.to_local()
                 bias = comm.scale_gradient(bias, site.size) if self.is_partial("bias", site) else bias
             return y if bias is None else y + bias.to(y.dtype)
 
-        def show_bias(*_: Any) -> None:
-            inner._parameters["bias"] = hidden.pop("bias", None)  # type: ignore[assignment]
-
-        module.register_forward_pre_hook(hide_bias)
-        _map_output(module, reduce)
-        module.register_forward_hook(show_bias, always_call=True)
+        wrap_forward(module, reduce)
 
     @override
     def rehearse(self, module: nn.Module, stage: Stage, pure: bool) -> None:
@@ -401,7 +397,7 @@ STYLES: dict[str, Style] = {
 
 def lend_parameters(lender: nn.Module, user: nn.Module, site: Site, partial: frozenset[str]) -> None:
     """Make a module's own parameters local while another one runs, which uses them without calling it."""
-    user.register_forward_hook(_localize(user, lender, site, partial), always_call=True)
+    _localize(user, lender, site, partial)
 
 
 def install_style(module: nn.Module, style: Style, site: Site, partial: frozenset[str] = frozenset()) -> None:
@@ -411,31 +407,43 @@ def install_style(module: nn.Module, style: Style, site: Site, partial: frozense
     tp times, to be averaged after backward: what reaches such a parameter by another way (a regulariser on weights, a
     gradient that is there already) is whole on every rank, and the average leaves it so.
 
-    Called before `fully_shard`, whose hooks then surround these: parameters are gathered over the data axes before they
-    are made local, and given back before they are resharded.
+    The hooks of `fully_shard` surround this: parameters are gathered over the data axes before they are made local, and
+    given back before they are resharded.
     """
-    show = _localize(module, module, site, partial)
     style.install(module, site)
-    # Also when forward raises: activation checkpointing ends a recomputation by an exception.
-    module.register_forward_hook(show, always_call=True)
+    _localize(module, module, site, partial)
 
 
-def _localize(runs: nn.Module, owner: nn.Module, site: Site, partial: frozenset[str]) -> Callable[..., None]:
-    """Make the own parameters of ``owner`` local when ``runs`` starts; what is returned gives them back."""
-    held: list[dict[str, Any]] = []
+def _localize(runs: nn.Module, owner: nn.Module, site: Site, partial: frozenset[str]) -> None:
+    """Make the own parameters of ``owner`` local while ``runs`` computes."""
 
-    def before(_: nn.Module, __: Any) -> None:
+    def on_shards(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         own: dict[str, Any] = {name: p for name, p in owner._parameters.items() if isinstance(p, DTensor)}
-        held.append(own)
         local = {name: p.to_local() for name, p in own.items()}
         local |= {name: comm.scale_gradient(local[name], site.size) for name in partial & local.keys()}
         owner._parameters.update(local)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            owner._parameters.update(own)
 
-    def after(_: nn.Module, __: Any, ___: Any) -> None:
-        owner._parameters.update(held.pop())
+    wrap_forward(runs, on_shards)
 
-    runs.register_forward_pre_hook(before)
-    return after
+
+def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let ``around(forward, *args, **kwargs)`` run in place of a module's forward.
+
+    Where something must be undone also when forward raises (as a recomputation of activation checkpointing does at its
+    end), a hook would have to be one that is always called; torch's compiler knows these by number, and would compile
+    each block of a model anew.
+    """
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(forward, *args, **kwargs)
+
+    module.forward = wrapped
 
 
 def _map_input(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
