@@ -188,7 +188,10 @@ class Pool:
                     ok, answer = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     workers[rank].process.join(5)
-                    ok, answer = False, _Failure(0, "died", f"exit code {workers[rank].process.exitcode}", "")
+                    stack = workers[rank].folder / "stack"  # where a signal has ended it
+                    trace = stack.read_text() if stack.exists() else ""
+                    code = workers[rank].process.exitcode
+                    ok, answer = False, _Failure(0, "died", f"exit code {code}", trace)
                 if ok:
                     outcome.results[rank] = answer
                 else:
