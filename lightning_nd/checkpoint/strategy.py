@@ -40,6 +40,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
     _asked_to_stop = False
     _asked_to_be_requeued = False
     _stopping = False
+    _resumed = False
     #: Set before processes start, by `lightning_nd.checkpoint.last.settle`.
     checkpoints_to_try: list[Path]
     load_weights_only: bool | None = None
@@ -128,6 +129,15 @@ class CheckpointedStrategy(ModelParallelStrategy):
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        trainer = self._trainer() if self._resumed else None
+        if trainer is not None and trainer.training and trainer.lightning_module.automatic_optimization:
+            # What Lightning logs under goes up by one where it passes over a validation that has been done already.
+            self._resumed = False
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def on_train_start(self) -> None:
         trainer = self._trainer()
         if self.saver.loaded is not None:
@@ -136,10 +146,12 @@ class CheckpointedStrategy(ModelParallelStrategy):
             # told them their places
             trainer.fit_loop._load_combined_loader_states()
             resume.fit_to_layout(trainer.fit_loop)
+            resume.spare_callbacks(trainer)
             for logger in trainer.loggers:
                 if callable(go_on := getattr(logger, "resume_at", None)):
                     go_on(trainer.global_step)
             self.saver.loaded = None
+            self._resumed = True
         # Lightning's handler starts a collective, in which a rank that is in another one would wait for ever.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._ask_to_stop)
@@ -183,6 +195,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.saver.group)
         if flags[1]:
             self.saver.wait()
+        self.saver.note_places(self._trainer())
         self.saver.take_memory(self._trainer())
         if flags[0] and not self._stopping:
             # Lightning looks at this when the batch is done, on every rank of the same one.
