@@ -121,4 +121,10 @@ def first_report() -> Path | None:
     return min(Path(folder).glob("*.txt"), key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
+def first_error() -> str | None:
+    """Its last line: which rank, where, and the error."""
+    report = first_report()
+    return report.read_text().splitlines()[-1] if report is not None else None
+
+
 watch_parent()  # on import, which comes first in a process; its parent may be killed while it still imports torch

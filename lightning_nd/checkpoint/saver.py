@@ -337,7 +337,7 @@ class Saver:
             saved["sharded"] = state.stored_optimizer(
                 i, stored, [n for group in saved["groups"] for n in group["params"]]
             )
-            state.check_groups(i, saved, optimizer, names)
+            state.check_groups(i, saved, optimizer, names, differ)
 
             def empty(parameter: Any, name: str, key: str, saved: dict[str, Any] = saved) -> Tensor:
                 entry = saved["sharded"][name][key]
@@ -375,7 +375,7 @@ class Saver:
                 groups = here if known is None else [{"params": own} for own in known["names"]]
                 saved = state.named_optimizer(self._saved_optimizer(rest["optimizer_states"], i, path), groups)
                 saved["class"] = None if known is None else known["class"]
-                state.check_groups(i, saved, optimizer, names)
+                state.check_groups(i, saved, optimizer, names, differ)
 
                 def filled(parameter: Any, name: str, key: str, saved: dict[str, Any] = saved) -> Tensor:
                     whole = saved["sharded"][name][key]
