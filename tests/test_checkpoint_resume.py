@@ -187,6 +187,19 @@ def test_a_window_that_was_not_complete_is_read_again(pool: Pool, rows: str, tmp
             check_continues(whole, story, 3)
 
 
+@pytest.mark.parametrize("limits", [{"max_steps": 20}, {"max_steps": -1, "max_epochs": 3}], ids=["steps", "epochs"])
+def test_a_run_that_goes_on_from_the_end_of_an_epoch_goes_on_from_the_next_one(
+    pool: Pool, rows: str, tmp_path: Path, limits: dict[str, int]
+) -> None:
+    folder = str(tmp_path)
+    whole = pool.run(run, 1, rows, folder, {}, save_at=(9,), trainer=limits)[0]
+    options: dict[str, Any] = {"trainer": limits, "ckpt": str(tmp_path / "step-9.ckpt")}
+    check_equal(whole, pool.run(run, 1, rows, folder, {}, save_at=(10, 18), **options)[0], 9)
+    for step in (10, 18):
+        options["ckpt"] = str(tmp_path / f"step-{step}.ckpt")
+        check_equal(whole, pool.run(run, 1, rows, folder, {}, **options)[0], step)
+
+
 def test_a_window_of_a_loader_that_only_knows_its_own_place(pool: Pool, rows: str, tmp_path: Path) -> None:
     data = {"own_loader": {"shuffle": False, "counting": True}}
     whole = plain(rows, data={"own_loader": {"shuffle": False}}, max_steps=14)

@@ -138,6 +138,18 @@ def continue_epoch(loops: dict[str, Any]) -> None:
         batches["is_last_batch"] = False
 
 
+def begin_epoch(fit_loop: Any) -> None:
+    """Count the epoch that begins where a run goes on from the last batch of the one before.
+
+    Lightning ends the earlier one and does not begin the next: what is saved in that looks as if it had been ended, too.
+    Called once the loop has been reset.
+    """
+    epochs = fit_loop.epoch_progress
+    if fit_loop.restarted_mid_epoch and epochs.current.processed == epochs.current.started:
+        epochs.increment_ready()
+        epochs.increment_started()
+
+
 def fit_to_layout(fit_loop: Any) -> None:
     """Count the batches of this layout that lie before the place in the data, where others had been counted.
 

@@ -150,6 +150,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
             # told them their places
             trainer.fit_loop._load_combined_loader_states()
             resume.fit_to_layout(trainer.fit_loop)
+            resume.begin_epoch(trainer.fit_loop)
             resume.spare_callbacks(trainer)
             for logger in trainer.loggers:
                 if callable(go_on := getattr(logger, "resume_at", None)):
