@@ -1,5 +1,6 @@
 """N-dimensional parallel training of language models for PyTorch Lightning."""
 
+from lightning_nd import watch as watch  # first: a process whose parent has gone ends before it imports anything else
 from lightning_nd.attention.context import AttentionContext, context_parallel_attention
 from lightning_nd.checkpoint import from_config, load_pretrained, save_pretrained
 from lightning_nd.checkpoint.convert import load_from_checkpoint

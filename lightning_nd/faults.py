@@ -142,6 +142,8 @@ class Progress:
 
 def who_is_behind(records: list[dict[str, Any]]) -> list[str]:
     """One line for each of the ranks that have come least far, at most eight; not of those that wait for others."""
+    if all(r.get("waits") for r in records) and (words := _saves_alone(records)):
+        return [words]
     records = [r for r in records if not r.get("waits")] or records
 
     def place(record: dict[str, Any]) -> tuple[int, int]:
@@ -156,6 +158,19 @@ def who_is_behind(records: list[dict[str, Any]]) -> list[str]:
             f" {record['phase']}"
         )
     return lines
+
+
+def _saves_alone(records: list[dict[str, Any]]) -> str | None:
+    saving = [f"rank {r['rank']} on {r['host']}" for r in records if r["phase"] == "saving"]
+    others = [
+        f"rank {r['rank']} on {r['host']}, at step {r['step']}, {r['phase']}" for r in records if r["phase"] != "saving"
+    ]
+    if not saving or not others:
+        return None
+    return (
+        f"{' and '.join(saving[:8])} waited in a save for all ranks to join it, and these did not come:"
+        f" {'; '.join(others[:8])}. Call trainer.save_checkpoint on every rank."
+    )
 
 
 def left_alone(folder: Path) -> str | None:

@@ -36,7 +36,7 @@ from lightning_nd.devices import tasks_per_node
 from lightning_nd.faults import Progress, last_seen, left_alone, lost_a_peer, read_all, read_progress, who_is_behind
 from lightning_nd.mesh import Degree, ParallelDims
 from lightning_nd.nodes import choose_interface, connect, meet_again
-from lightning_nd.watch import PARENT, REPORTS
+from lightning_nd.watch import PARENT, REPORTS, STARTED_BY
 
 log = logging.getLogger(__name__)
 
@@ -275,12 +275,11 @@ class LocalLauncher(_SubprocessScriptLauncher):
             atexit.register(shutil.rmtree, os.environ[REPORTS], ignore_errors=True)
             os.environ[PARENT] = str(os.getpid())
             os.environ[_STARTED_AT] = str(LocalLauncher._launches)
+            os.environ[STARTED_BY] = str(self._first_rank())
             self._call_children_scripts()
+            del os.environ[STARTED_BY]
             atexit.register(self._wait_for_children)
             threading.Thread(target=self._watch_children, daemon=True, name="watch-children").start()
-        elif child:
-            first = self._first_rank()
-            threading.Thread(target=watch.watch_parent, args=(first,), daemon=True, name="watch-parent").start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         choose_interface(environment, self.num_nodes)
         try:

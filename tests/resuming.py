@@ -31,6 +31,7 @@ ROWS_PER_STEP = 4
 class Story:
     """What a run did: rows, learning rate and loss of each optimizer step, and the weights at its end."""
 
+    steps: list[int] = field(default_factory=list)  # under which Lightning logs
     rows: list[list[list[int]]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -70,7 +71,26 @@ def own_loader(batch_size: int, shuffle: bool, sampler: bool = False, **options:
         options["sampler"] = DistributedSampler(data, 1, 0, shuffle=shuffle, seed=seed)
     else:
         options["shuffle"] = shuffle
-    return DataLoader(data, batch_size, **options)
+    return (Counting if options.pop("counting", False) else DataLoader)(data, batch_size, **options)
+
+
+class Counting(DataLoader[Any]):
+    """A user's loader that counts the batches of an epoch; nobody else can tell its place from its state."""
+
+    at = skip = 0
+
+    def __iter__(self) -> Any:
+        self.at, skip, self.skip = self.skip, self.skip, 0
+        for i, batch in enumerate(super().__iter__()):
+            if i >= skip:
+                self.at = i + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = self.skip = state["at"]
 
 
 class Trained(pl.LightningModule):
@@ -117,6 +137,7 @@ class Trained(pl.LightningModule):
         if self.global_step == self._steps:
             return
         strategy: Any = self.trainer.strategy
+        self.story.steps.append(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
         loss = getattr(strategy, "step_loss", None)
         self.story.losses.append(self._loss if loss is None else float(loss))
         self.story.rows.append(all_rows(self._rows, strategy))
@@ -255,6 +276,7 @@ def plain(path: str, **options: Any) -> Story:
 
 def check_continues(whole: Story, after: Story, step: int, tolerance: float = 1e-5) -> None:
     """A run that went on behind ``step`` did what the uninterrupted one did there."""
+    assert after.steps == whole.steps[step:]
     assert after.rows == whole.rows[step:]
     assert after.rates == whole.rates[step:]
     for a, b in zip(after.losses, whole.losses[step:], strict=True):

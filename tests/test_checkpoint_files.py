@@ -305,6 +305,17 @@ def test_ls_verify_and_diff(copy: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["checkpoint", "ls", str(copy / "nothing")]) == 2
 
 
+def test_a_reader_that_goes_away_is_no_error(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as nobody:
+        monkeypatch.setattr("sys.stdout", nobody)
+        assert main(["checkpoint", "ls", str(copy)]) == 141
+    assert capsys.readouterr().err == ""
+
+
 def test_differences_are_those_of_training(made: Path) -> None:
     lines = differences(Contents.of(made / "step-2.ckpt"), Contents.of(made / "step-4.ckpt"))
     assert lines[0] == "step: 2 | 4"

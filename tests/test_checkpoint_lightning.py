@@ -105,6 +105,20 @@ class Constant(Trained):
         return super().configure_optimizers()["optimizer"]
 
 
+class More(Grown):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+
+    def configure_optimizers(self) -> Any:
+        return Trained.configure_optimizers(self)
+
+
+class Tied(Trained):
+    def __init__(self) -> None:
+        super().__init__(tie_word_embeddings=True)
+
+
 class Wide(Trained):
     def __init__(self) -> None:
         super().__init__(intermediate_size=256)
@@ -126,13 +140,15 @@ def resume(
         (Sgd, {}, "holds the state of AdamW, and configure_optimizers now makes SGD.*lightning-nd export"),
         (Steps, {}, "schedule is a WarmupDecay, and configure_optimizers now makes a StepLR"),
         (Wide, {}, r"shapes differ: .*is \[128, 64\] there and \[256, 64\] here.*intermediate_size was 128 and is 256"),
+        (More, {}, r"2 are new \(more.bias, more.weight\)\. strict_loading=False is for names that no optimizer holds"),
+        (Tied, {}, r"1 are gone \(model.lm_head.weight\)\. \(model.config.*tie_word_embeddings was False and is True"),
         (
             Trained,
             {"tokenizer": tiny_tokenizer("{# another #}" + TEMPLATE)},
             "not that of the checkpoint: template differ",
         ),
     ],
-    ids=["optimizer", "schedule", "model", "tokenizer"],
+    ids=["optimizer", "schedule", "model", "grown", "tied", "tokenizer"],
 )
 def test_what_differs_is_said(
     pool: Pool, rows: str, made: Path, name: str, kind: Any, data: dict[str, Any], said: str

@@ -169,8 +169,8 @@ class InWindow(SaveAt):
     """Saves after every batch, as a callback that goes by the clock may do."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if index == 13:  # two of the four batches of step 4 are done
-            trainer.save_checkpoint(f"{self.dirpath}/in-window.ckpt")
+        if index % 36 in (1, 13):  # two of the four batches of step 1, or 4, of the epoch are done
+            trainer.save_checkpoint(f"{self.dirpath}/in-window-{trainer.global_step}.ckpt")
 
 
 def test_a_window_that_was_not_complete_is_read_again(pool: Pool, rows: str, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_window_that_was_not_complete_is_read_again(pool: Pool, rows: str, tmp
     callback = InWindow(str(tmp_path), ())
     limits = {"max_steps": 4, "enable_checkpointing": True}
     pool.run(run, 1, rows, str(tmp_path), {}, accumulate=4, trainer=limits, callbacks=[callback])
-    ckpt = str(tmp_path / "in-window.ckpt")
+    ckpt = str(tmp_path / "in-window-3.ckpt")
     for degrees, accumulate in (({}, 4), ({"dp_shard": 2}, 1)):
         for story in pool.run(
             run, size(degrees), rows, str(tmp_path), degrees, accumulate=accumulate, ckpt=ckpt, trainer=short
@@ -187,11 +187,50 @@ def test_a_window_that_was_not_complete_is_read_again(pool: Pool, rows: str, tmp
             check_continues(whole, story, 3)
 
 
+@pytest.mark.parametrize("limits", [{"max_steps": 20}, {"max_steps": -1, "max_epochs": 3}], ids=["steps", "epochs"])
+def test_a_run_that_goes_on_from_the_end_of_an_epoch_goes_on_from_the_next_one(
+    pool: Pool, rows: str, tmp_path: Path, limits: dict[str, int]
+) -> None:
+    folder = str(tmp_path)
+    whole = pool.run(run, 1, rows, folder, {}, save_at=(9,), trainer=limits)[0]
+    options: dict[str, Any] = {"trainer": limits, "ckpt": str(tmp_path / "step-9.ckpt")}
+    check_equal(whole, pool.run(run, 1, rows, folder, {}, save_at=(10, 18), **options)[0], 9)
+    for step in (10, 18):
+        options["ckpt"] = str(tmp_path / f"step-{step}.ckpt")
+        check_equal(whole, pool.run(run, 1, rows, folder, {}, **options)[0], step)
+
+
+def test_a_window_of_a_loader_that_only_knows_its_own_place(pool: Pool, rows: str, tmp_path: Path) -> None:
+    data = {"own_loader": {"shuffle": False, "counting": True}}
+    whole = plain(rows, data={"own_loader": {"shuffle": False}}, max_steps=14)
+    windows = {"accumulate": 4, "data": data}
+    save: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [InWindow(str(tmp_path), ())]}
+    pool.run(run, 1, rows, str(tmp_path), {}, trainer={"max_steps": 13, **save}, **windows)
+    # from the first window after a resume, too
+    again = {"ckpt": str(tmp_path / "in-window-3.ckpt"), "trainer": {"max_steps": 4, **save}}
+    (tmp_path / "in-window-3.ckpt").rename(tmp_path / "first.ckpt")
+    pool.run(run, 1, rows, str(tmp_path), {}, **{**again, "ckpt": str(tmp_path / "first.ckpt")}, **windows)
+    for step in (0, 3, 9, 12):
+        ckpt = str(tmp_path / f"in-window-{step}.ckpt")
+        for story in pool.run(run, 1, rows, str(tmp_path), {}, ckpt=ckpt, trainer={"max_steps": 14}, **windows):
+            check_continues(whole, story, step)
+
+
+def test_a_step_is_not_saved_again_in_the_window_after_it(pool: Pool, rows: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    pool.run(run, 1, rows, folder, {}, accumulate=2, save_at=(2,), trainer={"max_steps": 2})
+    before = (tmp_path / "step-2.ckpt").stat().st_ino
+    options: dict[str, Any] = {"accumulate": 2, "save_at": (2, 3), "ckpt": str(tmp_path / "step-2.ckpt")}
+    pool.run(run, 1, rows, folder, {}, trainer={"max_steps": 3}, **options)
+    assert (tmp_path / "step-2.ckpt").stat().st_ino == before  # nor in its place
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step-2.ckpt", "step-3.ckpt"]
+
+
 class AtTheEnd(ModelCheckpoint):
     """Lightning's own checkpoint at the end of an epoch, and one after the fit."""
 
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder, filename="epoch-end")
+    def __init__(self, folder: str, **options: Any) -> None:
+        super().__init__(folder, **{"filename": "epoch-end", **options})
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         trainer.save_checkpoint(f"{self.dirpath}/after.ckpt")
@@ -214,6 +253,20 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
         story = pool.run(run, 1, rows, str(tmp_path), {}, ckpt=str(tmp_path / file), trainer=further, **options)[0]
         assert story.rows == whole.rows[stop:], file
         check_equal(whole, story, stop)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["after-the-epoch", "after-validation"])
+def test_a_validation_at_the_end_of_the_epoch_is_not_counted_as_a_step(
+    pool: Pool, rows: str, tmp_path: Path, late: bool
+) -> None:
+    options: dict[str, Any] = {"data": {"val": rows}}
+    further = {"max_steps": 11, "limit_val_batches": 1, "enable_checkpointing": True}
+    names = {"filename": "{step}", "auto_insert_metric_name": False, "save_top_k": -1}
+    callback = AtTheEnd(str(tmp_path), save_on_train_epoch_end=late, **names)
+    whole = pool.run(run, 1, rows, str(tmp_path), {}, trainer=further, callbacks=[callback], **options)[0]
+    ckpt = str(tmp_path / "9.ckpt")
+    story = pool.run(run, 1, rows, str(tmp_path), {}, ckpt=ckpt, trainer=further, **options)[0]
+    check_equal(whole, story, 9)
 
 
 def lora(model: Any) -> Any:

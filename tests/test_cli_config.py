@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,16 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.Cap
     recipe = str(Path(__file__).parents[1] / "recipes" / "quickstart.yaml")
     assert main(["fit", "--config", recipe, "--trainer.default_root_dir", folder]) == 2
     assert f"--trainer.default_root_dir {folder}: the folder cannot be made" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_read_only_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    can_write = os.access  # a mount, which root cannot write to either
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and can_write(path, mode))
+    recipe = str(Path(__file__).parents[1] / "recipes" / "quickstart.yaml")
+    assert main(["fit", "--config", recipe, "--trainer.default_root_dir", str(tmp_path)]) == 2
+    assert f"--trainer.default_root_dir {tmp_path}: this user cannot write to the folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

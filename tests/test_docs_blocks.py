@@ -142,6 +142,11 @@ def _give_weights(names: dict[str, Any]) -> None:
     names["module"] = SimpleNamespace(model=tiny_model())
 
 
+def _save(names: dict[str, Any]) -> None:
+    names["trainer"].save_checkpoint("runs/mine/checkpoints/epoch=0-step=500.ckpt")
+    names["MyModule"] = CausalLM
+
+
 def _fit(names: dict[str, Any]) -> None:
     names["trainer"].fit(names["FineTune"]("some/model"), names["my_dataloader"])
 
@@ -156,6 +161,7 @@ def _fit_large(names: dict[str, Any]) -> None:
 BEFORE: dict[tuple[str, int], Callable[[dict[str, Any]], None]] = {
     ("docs/lora.md", 0): lambda _: _adapter(Path("runs/llama-8b-lora/export")),
     ("docs/howto/export.md", 1): _give_weights,
+    ("docs/checkpoints.md", 1): _save,
 }
 AFTER: dict[tuple[str, int], Callable[[dict[str, Any]], None]] = {
     ("docs/strategy.md", 0): _fit,

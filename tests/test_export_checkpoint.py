@@ -86,6 +86,10 @@ def test_c07_c09_the_folder_is_that_of_the_run(pool: Pool, folder: Path, name: s
     assert config["dtype"] == "bfloat16"
     assert config["tie_word_embeddings"] is (name == "tied")
     assert AutoTokenizer.from_pretrained(out / "made").chat_template.startswith("{# trained with #}")
+    if name != "experts":  # held as they are trained
+        read = CausalLM.load_from_checkpoint(str(out / "run.ckpt")).model.state_dict()
+        for key, value in made.items():
+            assert torch.equal(read[key].to(value.dtype), value), key
 
 
 def test_dtype_shards_and_a_folder_that_is_not_empty(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +123,9 @@ def test_c16_lora_adapter_and_merged(pool: Pool, folder: Path) -> None:
     ids = torch.arange(24).view(2, 12)
     with torch.no_grad():
         beside = model(input_ids=ids).logits
+        read = CausalLM.load_from_checkpoint(checkpoint).model(input_ids=ids).logits
     assert (beside - logits(out / "merged")).abs().max() <= 1e-4 * beside.abs().max()
+    assert (beside - read).abs().max() <= 1e-4 * beside.abs().max()
     for key, value in model.merge_and_unload().state_dict().items():
         assert torch.equal(merged[key], value), key
 

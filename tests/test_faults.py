@@ -15,6 +15,7 @@ from test_traps import Module, rows
 from torch import Tensor
 
 from lightning_nd import NDStrategy
+from lightning_nd.faults import who_is_behind
 
 
 def _notes(rank: int, world_size: int, module: Module, folder: str, **options: Any) -> str:
@@ -60,6 +61,17 @@ def test_a_timeout_names_the_rank_that_is_behind(pool: Pool, tmp_path: Any) -> N
     assert "step 3, forward" in notes
     assert "Behind: rank 1 on" in notes
     assert "step 3, data" in notes
+
+
+def test_a_rank_that_saves_alone_is_not_the_one_that_is_missing() -> None:
+    def at(rank: int, step: int, phase: str, **more: Any) -> dict[str, Any]:
+        return {"rank": rank, "host": "vm", "step": step, "phase": phase, "time": time.time(), **more}
+
+    alone = [at(0, 4, "saving", waits=True), at(1, 5, "forward", waits=True)]
+    (words,) = who_is_behind(alone)
+    assert words.startswith("rank 0 on vm waited in a save for all ranks to join it, and these did not come: rank 1 on")
+    assert who_is_behind([alone[0], at(1, 5, "forward")]) == ["Behind: rank 1 on vm, since 0 s at step 5, forward"]
+    assert who_is_behind([alone[0], at(1, 4, "data")]) == ["Behind: rank 1 on vm, since 0 s at step 4, data"]
 
 
 def _runs_out(where: str) -> Callable[..., str]:

@@ -26,6 +26,13 @@ SCRIPT = """
 import ctypes, os, signal, time
 from datetime import timedelta
 from pathlib import Path
+
+def leave_alone(now):  # rank 1, while ranks start
+    if now and os.environ.get("LOCAL_RANK") == "1":
+        Path("fault").write_text(os.environ["MASTER_PORT"])
+        os.kill(os.getppid(), signal.SIGTERM if {rank} else signal.SIGKILL)
+
+leave_alone({fault!r} == "before the import")
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_nd import NDStrategy
@@ -48,11 +55,16 @@ class Fault(Callback):
     def on_train_batch_start(self, trainer, *_):
         if trainer.global_step == 3 and trainer.global_rank == {rank}:
             Path("fault").write_text(os.environ.get("MASTER_PORT", "0"))
-            {fault}
+            exec({fault!r})
 
+class Saves(Callback):
+    def on_exception(self, trainer, *_):
+        trainer.save_checkpoint("saved.ckpt")
+
+leave_alone({fault!r} == "after the import")
 trainer = Trainer(accelerator="cpu", devices=2, strategy=NDStrategy(dp_shard=2, timeout=timedelta(seconds={timeout})),
                   max_steps=20, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                  enable_model_summary=False, callbacks=[Fault()])
+                  enable_model_summary=False, callbacks=[Fault(), {more}])
 trainer.fit(Module())
 {after}
 """
@@ -66,6 +78,10 @@ FAULTS = {
     "stops-alone-and-stays": (1, "trainer.should_stop = True"),
     "rank-0-stops-alone-and-stays": (0, "trainer.should_stop = True"),
     "torchrun-hangs": (1, "time.sleep(1000)"),
+    "raises-and-saves": (1, "raise ValueError('mine')"),
+    # rank 0 is gone before rank 1 has met it
+    "start-killed": (0, "before the import"),
+    "start-ended-later": (1, "after the import"),
 }
 
 
@@ -84,7 +100,13 @@ def job(folder: Path, name: str) -> Ended:
     """Run the script with one of the faults."""
     rank, fault = FAULTS[name]
     (folder / "train.py").write_text(
-        SCRIPT.format(rank=rank, fault=fault, timeout=TIMEOUT, after="time.sleep(1000)" if "stays" in name else "")
+        SCRIPT.format(
+            rank=rank,
+            fault=fault,
+            timeout=TIMEOUT,
+            more="Saves()" if "saves" in name else "",
+            after="time.sleep(1000)" if "stays" in name else "",
+        )
     )
     keep = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
     environ = {**keep, "PYTHONPATH": os.pathsep.join([str(ROOT), keep.get("PYTHONPATH", "")]), "PYTHONHASHSEED": "0"}
@@ -99,7 +121,8 @@ def job(folder: Path, name: str) -> Ended:
         code = 0
     began = (folder / "fault").stat().st_mtime if (folder / "fault").exists() else 0.0
     seconds = time.time() - began
-    deadline = time.monotonic() + 3 * SCALE  # children look for their parent once a second
+    # children look for their parent once a second, once they have imported the package
+    deadline = time.monotonic() + (30 if name.startswith("start") else 3) * SCALE
     while (left := processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
     for pid in left:
@@ -155,4 +178,6 @@ def test_the_job_ends_says_why_and_leaves_nothing(ended: dict[str, Ended], name:
         "rank-0-stops-alone-and-stays": r"rank 0 on \S+ has ended its run after step 4, and rank 1 goes on with step 5",
         "torchrun-hangs": r"Behind: rank 1 on \S+, since \d+ s at step 4, data",
     }
-    assert re.search(expected[name], found.said, re.DOTALL), found.said[-3000:]
+    if name == "raises-and-saves":  # the first error is shown last
+        assert re.search(r"rank 1 on .* failed first, at step 4 .*ValueError: mine\n+$", found.said), found.said[-3000:]
+    assert re.search(expected.get(name, ""), found.said, re.DOTALL), found.said[-3000:]

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import override
 
 from lightning_nd.assets import resolve
 from lightning_nd.checkpoint import _transformers as hf
@@ -112,6 +114,18 @@ def load_from_checkpoint(kind: type[M], path: str | Path, **arguments: Any) -> M
     del content
     stream.seek(0)
     return kind.load_from_checkpoint(stream, **arguments)
+
+
+class FromEitherFormat(LightningModule):
+    """A LightningModule whose own `load_from_checkpoint` takes sharded checkpoints too."""
+
+    @override
+    @_restricted_classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; of a folder, as `lightning_nd.load_from_checkpoint`."""
+        if not args and isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
+            return load_from_checkpoint(cls, checkpoint_path, **kwargs)
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
 
 def _only_model(contents: Contents) -> tuple[str, dict[str, Any]]:

@@ -74,10 +74,18 @@ def state_of_rank(saved: Mapping[str, Any], rank: int, same_layout: bool) -> Map
 # -- loops and data ---------------------------------------------------------------------------------------------------
 
 
-def rewind_window(checkpoint: dict[str, Any], accumulate: int, automatic: bool) -> int:
+def rewind_window(
+    checkpoint: dict[str, Any], accumulate: int, automatic: bool, places: Sequence[Any] | None = None
+) -> int:
     """Move a checkpoint from inside an accumulation window to the window's begin; returns the micro-batches moved.
 
     The gradients of a window that is not complete are not saved: its micro-batches are read again.
+
+    Args:
+        checkpoint: as `Trainer.dump_checkpoint` made it, changed in place.
+        accumulate: micro-batches of a window.
+        automatic: Lightning takes the optimizer's steps.
+        places: states of the loaders at the window's begin, where some are not ours and only they can set them back.
     """
     loops = checkpoint.get("loops", {}).get("fit_loop")
     if loops is None or accumulate == 1 or not automatic:
@@ -93,6 +101,9 @@ def rewind_window(checkpoint: dict[str, Any], accumulate: int, automatic: bool) 
     # Lightning adds the step before the window again, taking it for one whose batch has not ended
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     states = loops["state_dict"].get("combined_loader") or []
+    if places is not None:  # what they said at the end of an epoch is no place in the next one
+        loops["state_dict"]["combined_loader"] = list(places) if progress["current"]["processed"] else []
+        return inside
     for i, state in enumerate(states):
         if isinstance(state, dict) and "rows_per_batch" in state:
             states[i] = {**state, "position": state["position"] - inside * state["rows_per_batch"]}
@@ -127,6 +138,18 @@ def continue_epoch(loops: dict[str, Any]) -> None:
         batches["is_last_batch"] = False
 
 
+def begin_epoch(fit_loop: Any) -> None:
+    """Count the epoch that begins where a run goes on from the last batch of the one before.
+
+    Lightning ends the earlier one and does not begin the next: what is saved in that looks as if it had been ended, too.
+    Called once the loop has been reset.
+    """
+    epochs = fit_loop.epoch_progress
+    if fit_loop.restarted_mid_epoch and epochs.current.processed == epochs.current.started:
+        epochs.increment_ready()
+        epochs.increment_started()
+
+
 def fit_to_layout(fit_loop: Any) -> None:
     """Count the batches of this layout that lie before the place in the data, where others had been counted.
 
@@ -150,6 +173,13 @@ def fit_to_layout(fit_loop: Any) -> None:
     for counts in (progress.current, progress.total):
         for name in ("ready", "started", "processed", "completed"):
             setattr(counts, name, getattr(counts, name) + change)
+
+
+def spare_callbacks(trainer: pl.Trainer) -> None:
+    """Do not save the step again that a run goes on from: within its next window, whose begin is that step's end."""
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "_every_n_train_steps", 0) >= 1:
+            callback._last_global_step_saved = trainer.global_step  # type: ignore[attr-defined]
 
 
 # -- what must agree --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import threading
@@ -33,6 +34,7 @@ from lightning_nd.checkpoint.manifest import (
 )
 from lightning_nd.checkpoint.pieces import Pieces
 from lightning_nd.checkpoint.staging import Staging
+from lightning_nd.data.loader import StatefulLoader
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -66,6 +68,7 @@ class Saver:
         self.weights_only: bool | None = None
         self.loaded: Manifest | None = None
         self._random: Mapping[str, Tensor] | None = None
+        self._places: list[Any] = []
         #: Seconds for which the last save held up training.
         self.stopped = 0.0
 
@@ -89,7 +92,8 @@ class Saver:
             raise IsADirectoryError(f"{target} is a folder and not a checkpoint; it is not replaced.")
         module = trainer.lightning_module
         accumulate = trainer.accumulate_grad_batches
-        if moved := resume.rewind_window(checkpoint, accumulate, module.automatic_optimization):
+        places = self._places if _foreign_loaders(trainer) else None
+        if moved := resume.rewind_window(checkpoint, accumulate, module.automatic_optimization, places):
             rank_zero_info(f"{target.name}: saved inside an accumulation window; resuming reads {moved} batches again.")
         full = "optimizer_states" in checkpoint
         # After a fit nobody waits for it any more.
@@ -130,6 +134,13 @@ class Saver:
         if background:
             sharded = self._staging.copy(sharded)
         return lambda: write_folder(sharded, meta, target, manifest, self._writing)
+
+    def note_places(self, trainer: pl.Trainer) -> None:
+        """After an optimizer step: where loaders are that only they can set back, for a save within the next window."""
+        accumulates = trainer.accumulate_grad_batches > 1 and trainer.lightning_module.automatic_optimization
+        if accumulates and _foreign_loaders(trainer):
+            loader: Any = trainer.fit_loop._combined_loader
+            self._places = copy.deepcopy(loader._state_dicts())
 
     @torch.no_grad()
     def take_memory(self, trainer: pl.Trainer) -> None:
@@ -263,6 +274,7 @@ class Saver:
                 self._random = None  # the next epoch begins from here
         if "loops" in rest:
             resume.continue_epoch(rest["loops"]["fit_loop"])
+            self._places = copy.deepcopy(rest["loops"]["fit_loop"]["state_dict"].get("combined_loader") or [])
         if self._first:
             for folder in {path.parent, *(other.parent for other in self.others)}:
                 tidy(folder)
@@ -325,7 +337,7 @@ class Saver:
             saved["sharded"] = state.stored_optimizer(
                 i, stored, [n for group in saved["groups"] for n in group["params"]]
             )
-            state.check_groups(i, saved, optimizer, names)
+            state.check_groups(i, saved, optimizer, names, differ)
 
             def empty(parameter: Any, name: str, key: str, saved: dict[str, Any] = saved) -> Tensor:
                 entry = saved["sharded"][name][key]
@@ -363,7 +375,7 @@ class Saver:
                 groups = here if known is None else [{"params": own} for own in known["names"]]
                 saved = state.named_optimizer(self._saved_optimizer(rest["optimizer_states"], i, path), groups)
                 saved["class"] = None if known is None else known["class"]
-                state.check_groups(i, saved, optimizer, names)
+                state.check_groups(i, saved, optimizer, names, differ)
 
                 def filled(parameter: Any, name: str, key: str, saved: dict[str, Any] = saved) -> Tensor:
                     whole = saved["sharded"][name][key]
@@ -387,6 +399,12 @@ class Saver:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+
+def _foreign_loaders(trainer: pl.Trainer) -> bool:
+    """Whether some training loader keeps its place in a state that is not ours."""
+    loader = trainer.fit_loop._combined_loader
+    return loader is not None and not all(isinstance(one, StatefulLoader) for one in loader.flattened)
 
 
 def _fill(tensor: Tensor, whole: Tensor) -> None:

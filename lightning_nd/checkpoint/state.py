@@ -136,8 +136,17 @@ def named_optimizer(saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> O
     }
 
 
-def check_groups(index: int, saved: OptimizerState, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+def check_groups(
+    index: int, saved: OptimizerState, optimizer: Optimizer, names: Mapping[int, str], more: str = ""
+) -> None:
     """Refuse a state that another optimizer, or one over other parameters, has left.
+
+    Args:
+        index: of the optimizer.
+        saved: its state in the checkpoint.
+        optimizer: that of this run.
+        names: of its parameters.
+        more: what else is known to differ, for the message.
 
     Raises:
         CheckpointError: saying what differs.
@@ -161,7 +170,8 @@ def check_groups(index: int, saved: OptimizerState, optimizer: Optimizer, names:
         words += f" {len(new)} are new ({', '.join(new[:3])});" if new else ""
         words += f" {len(gone)} are gone ({', '.join(gone[:3])});" if gone else ""
         raise CheckpointError(
-            f"optimizer {index} ({mine}) holds other parameters than the saved one:{words[:-1]}.{instead}"
+            f"optimizer {index} ({mine}) holds other parameters than the saved one:{words[:-1]}.{more} strict_loading"
+            f"=False is for names that no optimizer holds.{instead}"
         )
 
 
@@ -265,7 +275,11 @@ def check_names(
     if strict and unexpected:
         problems.append(f"the checkpoint has and the module lacks {_some(unexpected)}")
     if problems:
-        hint = " For missing or superfluous names, set strict_loading=False on the module." if not shapes else ""
+        hint = (
+            " For missing or superfluous names that are not trained, set strict_loading=False on the module."
+            if not shapes
+            else ""
+        )
         raise CheckpointError(f"{where} does not fit the module: {'; '.join(problems)}.{more}{hint}")
     return take
 

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -26,7 +27,8 @@ from lightning_nd.checkpoint import resume, state
 from lightning_nd.checkpoint.last import checkpoint_folders
 from lightning_nd.checkpoint.manifest import CheckpointError
 from lightning_nd.checkpoint.saver import Saver
-from lightning_nd.launch import PREEMPTED
+from lightning_nd.launch import PREEMPTED, RankFailedError
+from lightning_nd.watch import first_error
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -40,6 +42,8 @@ class CheckpointedStrategy(ModelParallelStrategy):
     _asked_to_stop = False
     _asked_to_be_requeued = False
     _stopping = False
+    _resumed = False
+    _failure: BaseException | None = None
     #: Set before processes start, by `lightning_nd.checkpoint.last.settle`.
     checkpoints_to_try: list[Path]
     load_weights_only: bool | None = None
@@ -83,6 +87,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Names and tensors: those in use (DTensors) for a folder; gathered, on rank 0 only, for one file."""
+        self._check_alive()
         self._mark("saving")  # the first thing that Lightning asks for; hooks of the model and callbacks come next
         assert self.lightning_module is not None
         tensors = state.module_tensors(self.lightning_module)
@@ -128,6 +133,15 @@ class CheckpointedStrategy(ModelParallelStrategy):
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        trainer = self._trainer() if self._resumed else None
+        if trainer is not None and trainer.training and trainer.lightning_module.automatic_optimization:
+            # What Lightning logs under goes up by one where it passes over a validation that has been done already.
+            self._resumed = False
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def on_train_start(self) -> None:
         trainer = self._trainer()
         if self.saver.loaded is not None:
@@ -136,10 +150,13 @@ class CheckpointedStrategy(ModelParallelStrategy):
             # told them their places
             trainer.fit_loop._load_combined_loader_states()
             resume.fit_to_layout(trainer.fit_loop)
+            resume.begin_epoch(trainer.fit_loop)
+            resume.spare_callbacks(trainer)
             for logger in trainer.loggers:
                 if callable(go_on := getattr(logger, "resume_at", None)):
                     go_on(trainer.global_step)
             self.saver.loaded = None
+            self._resumed = True
         # Lightning's handler starts a collective, in which a rank that is in another one would wait for ever.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._ask_to_stop)
@@ -183,6 +200,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.saver.group)
         if flags[1]:
             self.saver.wait()
+        self.saver.note_places(self._trainer())
         self.saver.take_memory(self._trainer())
         if flags[0] and not self._stopping:
             # Lightning looks at this when the batch is done, on every rank of the same one.
@@ -191,6 +209,8 @@ class CheckpointedStrategy(ModelParallelStrategy):
 
     def save_before_the_end(self, exception: BaseException) -> None:
         """On SIGTERM or SLURM's requeue signal: save once, where the Trainer's callbacks save, and exit with 143."""
+        if not isinstance(exception, SIGTERMException):
+            self._failure = exception
         if not isinstance(exception, SIGTERMException) or not self._stopping or self._saver is None:
             return
         self._stopping = False
@@ -213,6 +233,17 @@ class CheckpointedStrategy(ModelParallelStrategy):
         rank_zero_info(f"NDStrategy: asked to stop by {self._asked_by()}: {where}.")
         if self._asked_to_be_requeued and folders and self.is_global_zero:
             requeue(os.environ)
+
+    def _check_alive(self) -> None:
+        """Refuse to save where a callback is told of an error (`on_exception`): other ranks do not come any more."""
+        trainer = self._trainer()
+        if self._failure is None or self.world_size == 1 or trainer.state.status != TrainerStatus.INTERRUPTED:
+            return
+        if trainer.state.stage is None:  # the error has been told
+            return
+        story = getattr(getattr(getattr(self, "_progress", None), "line", None), "story", None)
+        first = first_error() or story or f"{type(self._failure).__name__}: {self._failure}"
+        raise RankFailedError(f"NDStrategy: nothing can be saved once a rank has failed, all must take part. {first}")
 
     def _asked_by(self) -> str:
         if not self._asked_to_be_requeued:

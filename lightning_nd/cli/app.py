@@ -260,6 +260,11 @@ class NDCLI(LightningCLI):
                 f"--trainer.default_root_dir {self.run_dir}: the folder cannot be made ({error.strerror}). Give one"
                 " that this user can write to."
             ) from None
+        if self.command == "fit" and not os.access(self.run_dir, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"--trainer.default_root_dir {self.run_dir}: this user cannot write to the folder, or its disk is"
+                " mounted read-only. Give another one."
+            )
 
     def _may_use_folder(self) -> bool:
         return self.config.overwrite or self.config.ckpt_path or self.config.auto_resume or was_restarted()

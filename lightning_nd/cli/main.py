@@ -32,6 +32,7 @@ COMMANDS = {
     "verify": ("lightning_nd.cli.verify:main_command", "compare this layout with one process, number by number"),
 }
 
+_READER_GONE = 128 + 13  # as a shell tells of a process that SIGPIPE has ended
 _REFUSALS = (ValueError, TypeError, FileNotFoundError, FileExistsError, NotImplementedError, RuntimeError)
 
 _HELP = """usage: lightning-nd COMMAND --config RECIPE.yaml [--key value ...]
@@ -97,6 +98,27 @@ def command_help(command: str, what: str, extra: str = "") -> str:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 failed, 2 refused)."""
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return _READER_GONE
+    return code
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads what is printed any more, as behind ``| head``; if so, print into the void from here on."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _run(args: list[str] | None) -> int:
     args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
@@ -127,6 +149,8 @@ def main(args: list[str] | None = None) -> int:
     try:
         return int(getattr(importlib.import_module(module_name), function)(command, rest))
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return _READER_GONE
         return _explain(error, command)
 
 

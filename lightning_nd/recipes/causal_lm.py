@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,6 +16,7 @@ from torchmetrics.aggregation import SumMetric
 from typing_extensions import override
 
 from lightning_nd.assets import resolve
+from lightning_nd.checkpoint.convert import FromEitherFormat
 from lightning_nd.data.isolation import check_isolation
 from lightning_nd.loss import CausalLMLoss, shift_labels, token_nll, token_scores
 from lightning_nd.parallelize.context import gather_sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 
 
-class CausalLM(LightningModule):
+class CausalLM(FromEitherFormat):
     """Trains a causal LM on the supervised tokens of its batches, and exports a Hugging Face folder.
 
     All weights are trained, or with ``lora`` low-rank pairs beside frozen ones.
@@ -203,15 +203,17 @@ class CausalLM(LightningModule):
         if self.hparams["neftune"] is not None:
             self.model.get_input_embeddings().register_forward_hook(self._add_noise)
         self.model.train()
-        if not isinstance(self.trainer.strategy, NDStrategy):
+        strategy = getattr(self._trainer, "strategy", None)  # none in load_from_checkpoint
+        if not isinstance(strategy, NDStrategy):
             # NDStrategy fills the weights after it has sharded the empty model
-            materialize(self.model, self.trainer.strategy.root_device)
+            materialize(self.model, getattr(strategy, "root_device", torch.device("cpu")))
 
     def _weight_dtype(self) -> torch.dtype:
         name = self.hparams["dtype"]
         if name == "auto":
-            name = {"bf16-true": "bfloat16", "16-true": "float16"}.get(self.trainer.precision, "float32")
-            if self.lora is not None and self.trainer.precision == "bf16-mixed":
+            precision = getattr(self._trainer, "precision", None)
+            name = {"bf16-true": "bfloat16", "16-true": "float16"}.get(str(precision), "float32")
+            if self.lora is not None and precision == "bf16-mixed":
                 name = "bfloat16"  # weights that no step changes need no float32 copy
         return getattr(torch, name)
 
