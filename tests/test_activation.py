@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
@@ -25,9 +26,12 @@ def step(meshes: Any, **options: Any) -> tuple[list[torch.Tensor], int]:
     live = LiveStorages(None)
     with live:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    kept = live.live
+    least, end = live.live, time.monotonic() + 0.2
+    while time.monotonic() < end:  # a thread of gloo's lets go of its last buffers when it comes to it
+        time.sleep(0.01)
+        least = min(least, live.live)
     loss.backward()
-    return [p.grad.full_tensor() for p in model.parameters()], kept  # type: ignore[union-attr, operator]
+    return [p.grad.full_tensor() for p in model.parameters()], least  # type: ignore[union-attr, operator]
 
 
 def offloaded(rank: int, world_size: int, dims: dict[str, int]) -> dict[str, Any]:

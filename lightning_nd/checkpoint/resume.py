@@ -141,7 +141,7 @@ def continue_epoch(loops: dict[str, Any]) -> None:
 def begin_epoch(fit_loop: Any) -> None:
     """Count the epoch that begins where a run goes on from the last batch of the one before.
 
-    Lightning ends the earlier one and does not begin the next: what is saved in that looks as if it had been ended, too.
+    Lightning ends the earlier one and does not begin the next: what is saved in that looks as if it had ended, too.
     Called once the loop has been reset.
     """
     epochs = fit_loop.epoch_progress
