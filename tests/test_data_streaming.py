@@ -222,9 +222,38 @@ def test_a_bad_row_on_the_way_stops_with_its_place_or_is_counted(tmp_path, worke
         list(loader(data, num_workers=workers))
     data = module(str(path), max_length=50, on_bad_row="skip", on_too_long="drop", shuffle=False)
     batches = rows(loader(data, num_workers=workers))
-    assert batches[-3:] == [[], [], ["end"]]  # other ranks have had their rows in these micro-batches
+    assert batches[-2:] == [["row 149"], ["end"]]  # no micro-batch without a row
     if not workers:
         assert "1 bad row skipped; 1 row with 91 tokens dropped (too long)" in caplog.text
+
+
+@pytest.mark.parametrize(("ranks", "workers", "size"), [(1, 0, 3), (2, 0, 2), (3, 2, 1)])
+def test_rows_that_are_left_out_take_no_place(tmp_path, ranks, workers, size):
+    """Steps have the rows that they would have without streaming, and go on at the next one on another layout."""
+    path = tmp_path / "a.jsonl"
+    good = [f"row {i:02}" for i in range(11)]
+    kept = [json.dumps({"text": text}) for text in good]
+    path.write_text("\n".join(line + "\n{\n" + json.dumps({"text": "x" * 90}) for line in kept))
+    options = {"max_length": 50, "on_bad_row": "skip", "on_too_long": "drop", "shuffle": False}
+
+    def read(size: int, ranks: int, rank: int, state: Any = None) -> tuple[list[list[str]], Any]:
+        one = loader(module(str(path), micro_batch_size=size, **options), ranks, rank, num_workers=workers)
+        if state is not None:
+            one.load_state_dict(state)
+        batches = iter(one)
+        first = next(batches)
+        rest = [next(batches)] if state is None else list(batches)
+        return rows([first, *rest]), one.state_dict()
+
+    states = []
+    for rank in range(ranks):
+        batches, state = read(size, ranks, rank)
+        whole = size * ranks
+        assert batches == [good[k * whole : (k + 1) * whole][rank::ranks] for k in range(2)]
+        states.append(state)
+    assert all(state["position"] == size * ranks for state in states)  # behind the first; the second is in use
+    after, _ = read(2, 1, 0, states[0])
+    assert [row for batch in after for row in batch] == good[size * ranks :]
 
 
 @pytest.mark.parametrize("options", [{"packing": True, "max_length": 10}, {"train": {"path": "a.jsonl", "weight": 2}}])

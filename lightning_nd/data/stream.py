@@ -31,8 +31,9 @@ class StreamDataset(IterableDataset[Batch]):
     Every worker of every rank goes through the same stream of raw rows, whose order is a function of (seed, epoch), and
     encodes only its own: global micro-batch k is rows ``[k·B·D, (k+1)·B·D)``, rank r reads every D-th of them from the
     r-th on, and worker w does micro-batches w, w + W, …. So ranks do as many steps without knowing how many there
-    will be, and rows do not depend on layout or workers. A row that is skipped, dropped or missing at the end
-    leaves a smaller micro-batch, and at last an example without a supervised token.
+    will be, and rows do not depend on layout or workers. Where rows may be left out (``on_bad_row``, ``on_too_long``),
+    everyone encodes all rows, and only usable ones are counted and dealt out, so a step has as many rows as without
+    streaming. Only the last micro-batch of an epoch may be smaller, at last an example without a supervised token.
 
     Args:
         inputs: Files and data sets, in order.
@@ -78,16 +79,28 @@ class StreamDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        rows = islice(self.rows(), self.position, None)
         tally, number = Tally([one.name for one in self.inputs]), 0
+        kept = self._kept(tally) if self.leaves_out else self.rows()
+        rows: Iterator[Any] = islice(kept, self.position, None)
         while chunk := list(islice(rows, self.rows_per_batch)):
             if number % workers == mine:
                 own = chunk[self.rank :: self.num_replicas]
-                examples = [e for row in own if (e := self._encode(row(), tally)) is not None]
-                yield self.collate(examples or [self._nothing()])
+                examples = own if self.leaves_out else [self._encode(row(), tally) for row in own]
+                yield self.collate([e for e in examples if e is not None] or [self._nothing()])
             number += 1
+        if self.leaves_out and (self.rank or mine):
+            return  # the first one has counted the same rows
         if happened := what_happened(tally, self.on_bad_row):
-            log.warning("data: train, epoch %d, data rank %d: %s", self.epoch, self.rank, happened)
+            log.warning("data: train, epoch %d: %s", self.epoch, happened)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether rows may be left out, so that only one who has encoded all rows before knows a row's place."""
+        return self.on_bad_row == "skip" or self.policy.on_too_long != "error"
+
+    def _kept(self, tally: Tally) -> Iterator[dict[str, Tensor]]:
+        """Examples of the usable rows, in order."""
+        return (example for row in self.rows() if (example := self._encode(row(), tally)) is not None)
 
     def rows(self) -> Iterator[Callable[[], RawRow]]:
         """All raw rows of the epoch in order, each still to be parsed."""
@@ -140,7 +153,9 @@ class StreamDataset(IterableDataset[Batch]):
     @property
     def identity(self) -> dict[str, Any]:
         """What must be the same for a place in the stream to mean the same."""
-        return {"streaming": True, "shuffle_buffer": self.shuffle, "sources": [str(one.name) for one in self.inputs]}
+        same = {"streaming": True, "shuffle_buffer": self.shuffle, "sources": [str(one.name) for one in self.inputs]}
+        # Places count usable rows only; what is usable must not have changed.
+        return same | ({"left_out": [self.on_bad_row, *vars(self.policy).values()]} if self.leaves_out else {})
 
 
 def _tensors(example: Example) -> dict[str, Tensor]:
