@@ -70,6 +70,14 @@ def test_bad_rows_of_train_and_val_are_in_the_same_report(tmp_path):
     assert f"{val}:1: not valid JSON" in text
 
 
+def turns(answer, question=()):
+    """A chat of two turns with fields more."""
+    row = chat("a", "b")
+    row["messages"][0].update(question)
+    row["messages"][1].update(answer)
+    return row
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -110,6 +118,13 @@ def test_bad_rows_of_train_and_val_are_in_the_same_report(tmp_path):
         ({"input_ids": [1, 2], "labels": [-100, -100]}, "no supervised token"),
         ({"conversations": [], "id": 1}, "its keys are 'conversations', 'id'"),
         ({}, "its keys are none"),
+        ({"text": None}, "'text' is null; a row has"),
+        ({"messages": None, "id": 1}, "'messages' is null; a row has"),
+        ({"prompt": "a", "completion": None}, "'completion' is null; a row has"),
+        ({"prompt": None, "completion": None}, "'prompt' and 'completion' are null; a row has"),
+        (turns({"train": 0.5}), "turn 2 (assistant) has 'train': 0.5; it must be true or false"),
+        (turns({}, {"train": True}), "turn 1 (user) has 'train': true; only assistant turns"),
+        (turns({"train": False}), "no supervised token: the turns that it could learn have 'train': false"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_reason(tmp_path, row, reason):

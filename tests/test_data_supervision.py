@@ -166,6 +166,19 @@ def test_what_is_supervised_can_be_chosen(train_on, expected):
     assert supervised(chat("a", "b", "c", "d"), train_on=train_on) == expected
 
 
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [("assistant", ["b<|end|>", "f<|end|>"]), ("last_assistant", ["f<|end|>"]), ("completion", ["f<|end|>"])],
+)
+def test_a_turn_can_be_left_out(train_on, expected):
+    row = chat("a", "b", "c", "d", "e", "f")
+    row["messages"][3]["train"] = False
+    row["messages"][5]["train"] = True
+    assert supervised(row, train_on=train_on) == expected
+    with pytest.raises(RowError, match=r"turn 4 .* has 'train': false, and train_on: all"):
+        supervised(row, train_on="all")
+
+
 def test_prompt_and_completion():
     row = {"prompt": "two and two is", "completion": " four"}
     assert supervised(row) == [" four<|end|>"]

@@ -310,6 +310,7 @@ def adapter(folder: Path, out: Path, **changes: Any) -> str:
         ({"alpha": -1}, "lora.alpha is -1"),
         ({"dropout": 1.0}, "lora.dropout is 1.0"),
         ({"target_modules": []}, "target_modules is empty"),
+        ({"target_modules": ["q_proj", "input_layernorm"]}, "'input_layernorm' is a LlamaRMSNorm; pairs go beside"),
         ({"target_modules": ["q_proj", "q_prj"]}, "has no layer 'q_prj': did you mean 'q_proj'"),
         ({"target_modules": "nothing.*"}, "target_modules: .*not found"),
         ({"target_modules": "a(b"}, "target_modules: 'a\\(b' is no regular expression"),

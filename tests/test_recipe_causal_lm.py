@@ -131,6 +131,27 @@ def test_numbers_samples_and_export_equal_one_process(
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def context_rank(rank: int, world: int, folder: Path, out: Path) -> None:
+    trainer = tiny_trainer(
+        rank, world, NDStrategy(), max_epochs=1, log_every_n_steps=1, default_root_dir=str(out),
+        logger=CSVLogger(str(out), name="", version=""),
+    )  # fmt: skip
+    data = ChatDataModule(str(out / "rows.jsonl"), max_length=100, micro_batch_size=1, shuffle=False)
+    trainer.fit(CausalLM(str(folder / "model"), export=False), datamodule=data)
+
+
+def test_a_step_without_supervised_tokens_logs_zero(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "abc"}]}
+    rows = [row, row, row | {"train": False}, row | {"train": False}, row, row | {"train": False}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pool.run(context_rank, 2, folder, tmp_path)
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        found = [(float(row["train/loss"]), float(row["train/supervised_tokens"])) for row in csv.DictReader(file)]
+    assert [loss > 0 for loss, _ in found] == [True, False, True]
+    assert found[1] == (0.0, 0.0)
+    assert found[2][1] == found[0][1] / 2
+
+
 def test_a_plain_lightning_strategy_works_too(folder: Path, tmp_path: Path) -> None:
     trainer = Trainer(
         accelerator="cpu",

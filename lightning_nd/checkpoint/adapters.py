@@ -234,9 +234,15 @@ def _check_targets(model: PreTrainedModel, targets: Any) -> None:
         except re.error as error:
             raise ValueError(f"lora.target_modules: {targets!r} is no regular expression: {error}.") from error
         return
-    names = [name for name, module in model.named_modules() if not list(module.children())]
+    leaves = {name: module for name, module in model.named_modules() if not list(module.children())}
     for target in targets or ():
-        hit = [name for name in names if name == target or name.endswith(f".{target}")]
+        hit = [module for name, module in leaves.items() if name == target or name.endswith(f".{target}")]
+        for module in hit:
+            weight = getattr(module, "weight", None)
+            if weight is None or weight.dim() < 2:
+                raise ValueError(
+                    f"lora.target_modules: {target!r} is a {type(module).__name__}; pairs go beside linear layers."
+                )
         if not hit:
             linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
             raise ValueError(

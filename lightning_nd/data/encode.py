@@ -114,6 +114,7 @@ class Encoder:
         text = self.renderer.render(row.messages, row.tools, prompt=row.open_ended)
         ids, offsets = self._tokenise(text, special=False)
         if self.train_on == "all":
+            self._check_no_turn_is_left_out(row)
             return Example(ids, list(ids))
         spans = [] if row.open_ended else self._supervised_spans(row, text)
         labels = [IGNORE] * len(ids)
@@ -131,11 +132,21 @@ class Encoder:
     def _supervised_spans(self, row: Conversation, text: str) -> list[Span]:
         assert self.renderer is not None
         spans = self.renderer.assistant_spans(row.messages, row.tools, text)
+        chosen = list(spans)
         if self.train_on == "last_assistant":
-            return list(spans.values())[-1:]
-        if self.train_on == "completion":
-            return [span for index, span in spans.items() if index >= row.answers_from]
-        return list(spans.values())
+            chosen = chosen[-1:]
+        elif self.train_on == "completion":
+            chosen = [index for index in chosen if index >= row.answers_from]
+        wanted = [index for index in chosen if row.messages[index].get("train") is not False]
+        if chosen and not wanted:
+            raise RowError("no supervised token: the turns that it could learn have 'train': false")
+        return [spans[index] for index in wanted]
+
+    @staticmethod
+    def _check_no_turn_is_left_out(row: Conversation) -> None:
+        for number, message in enumerate(row.messages, start=1):
+            if message["role"] == "assistant" and message.get("train") is False:
+                raise RowError(f"turn {number} (assistant) has 'train': false, and train_on: all supervises every turn")
 
     def _end(self, span: Span, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> tuple[int, bool]:
         """Where supervision of a turn ends: behind its first special token, if it has one.

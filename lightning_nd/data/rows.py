@@ -79,6 +79,9 @@ def parse_row(value: dict[str, Any], *, prompts: bool = False) -> Row:
         return Row(_tokens(value["input_ids"], value.get("labels")), train)
     if value.get("text") is not None:
         return Row(Text(_string(value["text"], "text")), train)
+    known = ("messages", "prompt", "completion", "input_ids", "text")
+    if empty := [repr(key) for key in known if key in value and value[key] is None]:
+        raise RowError(f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} null; a row has {_FORMATS}")
     keys = ", ".join(repr(key) for key in list(value)[:8]) or "none"
     raise RowError(f"no known format: its keys are {keys}; a row has {_FORMATS}")
 
@@ -159,6 +162,11 @@ def _message(message: Message, number: int) -> Message:
         raise RowError(f"turn {number} has no role")
     if role not in ROLES:
         raise RowError(f"turn {number} has the unknown role {role!r}; allowed are {', '.join(ROLES)}")
+    train = message.get("train")
+    if train not in (None, True, False):
+        raise RowError(f"turn {number} ({role}) has 'train': {train!r}; it must be true or false")
+    if train and role != "assistant":
+        raise RowError(f"turn {number} ({role}) has 'train': true; only assistant turns are supervised one by one")
     content = message.get("content")
     if isinstance(content, list):
         # Text parts are joined; a template that wants parts would otherwise be needed for plain text.

@@ -38,7 +38,8 @@ class CausalLM(FromEitherFormat):
     All weights are trained, or with ``lora`` low-rank pairs beside frozen ones.
 
     The logged numbers are global and token-weighted, the same for every layout: ``train/loss``, ``train/grad_norm``
-    (before clipping), ``train/supervised_tokens`` and ``lr`` for each optimizer step; ``val/loss`` and
+    (before clipping), ``train/supervised_tokens`` and ``lr`` for each optimizer step (a step without a supervised token
+    logs loss 0 of 0 tokens); ``val/loss`` and
     ``val/perplexity`` for each validation, as sum of nll over sum of tokens; ``test/accuracy`` (the supervised tokens
     that are the likeliest) and ``test/tokens`` besides for a test.
 
@@ -340,12 +341,14 @@ class CausalLM(FromEitherFormat):
         if not self._step or self._window is None:
             return  # inside an accumulation window
         (nll, count), strategy = self._window, self.trainer.strategy
-        values = {
+        values: dict[str, Any] = {
             "train/loss": getattr(strategy, "step_loss", None),
             "train/supervised_tokens": getattr(strategy, "step_supervised_tokens", None),
         }
         own = {"train/loss": nll / count, "train/supervised_tokens": count}
         values = {name: own[name] if value is None else value for name, value in values.items()}
+        tokens = values["train/supervised_tokens"]
+        values["train/loss"] = torch.where(tokens > 0, values["train/loss"], 0.0)  # of nothing, there is no mean
         for name, value in {**values, **self._step}.items():
             self.log(name, value.float() if isinstance(value, Tensor) else float(value), batch_size=1)
         self._window, self._step = None, {}
