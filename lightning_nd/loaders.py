@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -72,6 +76,58 @@ def _is_shuffle(sampler: Any) -> bool:
     return (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
+
+
+class Behind:
+    """A loader of unknown length with a state of its own, whose state stands behind the batch that is worked on.
+
+    To know which batch is the last, Lightning fetches one more than it hands out: resuming from the loader's own state
+    would leave that one out.
+
+    Args:
+        loader: of the user.
+        fit_loop: which fetches from it.
+    """
+
+    def __init__(self, loader: Any, fit_loop: Any) -> None:
+        self.loader, self._fit_loop = loader, fit_loop
+        self._states: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self._states = []
+        for batch in self.loader:
+            self._states = [*self._states[-1:], copy.deepcopy(self.loader.state_dict())]
+            yield batch
+        self._states = self._states[-1:]
+
+    def state_dict(self) -> Any:
+        """That behind the last batch but one that was fetched, where Lightning is one ahead."""
+        fetcher = self._fit_loop._data_fetcher
+        ahead = isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None
+        return self._states[0] if ahead and self._states else self.loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """The loader's own."""
+        self.loader.load_state_dict(state)
+
+    @property
+    def _iterator(self) -> Any:  # Lightning ends the workers by it
+        return self.loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        self.loader._iterator = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # it is being copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def behind(loader: object, trainer: Any) -> object:
+    """The same loader, or one whose state can be resumed from where Lightning's fetching would lead it astray."""
+    stateful = isinstance(loader, _Stateful) and not isinstance(loader, StatefulLoader)
+    return Behind(loader, trainer.fit_loop) if stateful and trainer.training and sized_len(loader) is None else loader
 
 
 class OneOrder(Sampler[int]):

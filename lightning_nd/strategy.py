@@ -28,7 +28,7 @@ from lightning_nd.devices import claim, device_of, one_each
 from lightning_nd.dryrun import DryRunLauncher
 from lightning_nd.faults import Progress
 from lightning_nd.launch import InProcess, LocalLauncher, RankFailedError, check_world, is_interactive
-from lightning_nd.loaders import SameRows, split_loader, warn_of_masks
+from lightning_nd.loaders import SameRows, behind, split_loader, warn_of_masks
 from lightning_nd.loss import LossOptions, install_loss, read_real_logits
 from lightning_nd.mesh import Degree, Meshes, ParallelDims, check_timeout
 from lightning_nd.names import warn_of_the_other_package
@@ -338,9 +338,9 @@ class NDStrategy(SteppingStrategy):
         """Split a loader over the data ranks in the order that the user gave it: shuffled only if it was."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
-        if not self._inject_samplers or trainer.state.fn != TrainerFn.FITTING:
-            return dataloader
-        return split_loader(dataloader, trainer.overfit_batches, self.distributed_sampler_kwargs)
+        if self._inject_samplers and trainer.state.fn == TrainerFn.FITTING:
+            dataloader = split_loader(dataloader, trainer.overfit_batches, self.distributed_sampler_kwargs)
+        return behind(dataloader, trainer)
 
     # -- batches --------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import tiny_trainer
 from tiny import tiny_tokenizer
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_nd import NDStrategy
 from lightning_nd.checkpoint.shards import gather_full
@@ -71,7 +71,19 @@ def own_loader(batch_size: int, shuffle: bool, sampler: bool = False, **options:
         options["sampler"] = DistributedSampler(data, 1, 0, shuffle=shuffle, seed=seed)
     else:
         options["shuffle"] = shuffle
+    if options.pop("unsized", False):
+        data, options["shuffle"] = Unsized(data), None
     return (Counting if options.pop("counting", False) else DataLoader)(data, batch_size, **options)
+
+
+class Unsized(IterableDataset[Any]):
+    """Rows one by one; nobody knows how many."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
 
 
 class Counting(DataLoader[Any]):

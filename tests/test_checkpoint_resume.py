@@ -216,6 +216,31 @@ def test_a_window_of_a_loader_that_only_knows_its_own_place(pool: Pool, rows: st
             check_continues(whole, story, step)
 
 
+def test_a_loader_of_unknown_length_that_only_knows_its_own_place(pool: Pool, rows: str, tmp_path: Path) -> None:
+    data = {"own_loader": {"shuffle": False, "counting": True, "unsized": True}}
+    whole = plain(rows, data={"own_loader": {"shuffle": False}}, max_steps=14)
+    folder, save = str(tmp_path), [InWindow(str(tmp_path), ())]
+    pool.run(run, 1, rows, folder, {}, save_at=(1, 4, 8, 10), trainer={"max_steps": 11}, data=data)
+    limits = {"max_steps": 4, "enable_checkpointing": True}
+    pool.run(run, 1, rows, folder, {}, accumulate=4, trainer=limits, data=data, callbacks=save)
+    for name, step, accumulate in (("step-1", 1, 1), ("step-4", 4, 1), ("step-8", 8, 1), ("in-window-3", 3, 4)):
+        options: dict[str, Any] = {"accumulate": accumulate, "ckpt": str(tmp_path / f"{name}.ckpt"), "data": data}
+        for story in pool.run(run, 1, rows, folder, {}, trainer={"max_steps": 14}, **options):
+            check_continues(whole, story, step)
+
+
+@pytest.mark.parametrize("unsized", [False, True])
+@pytest.mark.parametrize("limits", [{"max_steps": 12}, {"max_steps": -1, "max_epochs": 2}], ids=["steps", "epochs"])
+def test_no_epoch_is_lost_behind_the_end_of_one(
+    pool: Pool, rows: str, tmp_path: Path, limits: dict[str, int], unsized: bool
+) -> None:
+    data = {"own_loader": {"shuffle": False, "counting": True, "unsized": unsized}}
+    whole = plain(rows, data={"own_loader": {"shuffle": False}}, **limits)
+    pool.run(run, 1, rows, str(tmp_path), {}, save_at=(9,), trainer={"max_steps": 10}, data=data)
+    ckpt = str(tmp_path / "step-9.ckpt")
+    check_continues(whole, pool.run(run, 1, rows, str(tmp_path), {}, ckpt=ckpt, trainer=limits, data=data)[0], 9)
+
+
 def test_a_step_is_not_saved_again_in_the_window_after_it(pool: Pool, rows: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     pool.run(run, 1, rows, folder, {}, accumulate=2, save_at=(2,), trainer={"max_steps": 2})

@@ -69,6 +69,8 @@ class Saver:
         self.loaded: Manifest | None = None
         self._random: Mapping[str, Tensor] | None = None
         self._places: list[Any] = []
+        self._at_end = False
+        self._at_end_random: Mapping[str, Tensor] | None = None
         #: Seconds for which the last save held up training.
         self.stopped = 0.0
 
@@ -141,6 +143,22 @@ class Saver:
         if accumulates and _foreign_loaders(trainer):
             loader: Any = trainer.fit_loop._combined_loader
             self._places = copy.deepcopy(loader._state_dicts())
+
+    def begin_epoch(self, trainer: pl.Trainer) -> None:
+        """Go on from the end of an epoch with loaders that are not ours: what they say there may be that it is over.
+
+        Lightning would take that for the next epoch, and count one in which nothing was read.
+        """
+        if not (self._at_end and self._places and _foreign_loaders(trainer)):
+            return
+        fit_loop: Any = trainer.fit_loop
+        loader = fit_loop._combined_loader
+        loader._load_state_dicts(copy.deepcopy(self._places))
+        if next(iter(loader), None) is not None:  # one that goes on, as a stream does
+            loader._load_state_dicts(copy.deepcopy(self._places))
+        if self._at_end_random is not None:  # of which an order may be drawn
+            resume.set_random_state(self._at_end_random)
+        iter(fit_loop._data_fetcher)
 
     @torch.no_grad()
     def take_memory(self, trainer: pl.Trainer) -> None:
@@ -271,8 +289,9 @@ class Saver:
             resume.set_random_state(self._random)
             progress = rest["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             if progress["is_last_batch"]:
-                self._random = None  # the next epoch begins from here
+                self._at_end_random, self._random = self._random, None  # the next epoch begins from here
         if "loops" in rest:
+            self._at_end = rest["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
             resume.continue_epoch(rest["loops"]["fit_loop"])
             self._places = copy.deepcopy(rest["loops"]["fit_loop"]["state_dict"].get("combined_loader") or [])
         if self._first:

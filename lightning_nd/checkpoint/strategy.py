@@ -151,6 +151,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
             trainer.fit_loop._load_combined_loader_states()
             resume.fit_to_layout(trainer.fit_loop)
             resume.begin_epoch(trainer.fit_loop)
+            self.saver.begin_epoch(trainer)
             resume.spare_callbacks(trainer)
             for logger in trainer.loggers:
                 if callable(go_on := getattr(logger, "resume_at", None)):
