@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_nd.data.loader import StatefulLoader
 from lightning_nd.data.sampler import RowSampler
+from lightning_nd.data.stream import StreamLoader
 from lightning_nd.mesh import Meshes
 
 _LONG = 8192
@@ -126,7 +127,7 @@ class Behind:
 
 def behind(loader: object, trainer: Any) -> object:
     """The same loader, or one whose state can be resumed from where Lightning's fetching would lead it astray."""
-    stateful = isinstance(loader, _Stateful) and not isinstance(loader, StatefulLoader)
+    stateful = isinstance(loader, _Stateful) and not isinstance(loader, StatefulLoader | StreamLoader)
     return Behind(loader, trainer.fit_loop) if stateful and trainer.training and sized_len(loader) is None else loader
 
 

@@ -200,6 +200,16 @@ def test_a_run_that_goes_on_from_the_end_of_an_epoch_goes_on_from_the_next_one(
         check_equal(whole, pool.run(run, 1, rows, folder, {}, **options)[0], step)
 
 
+def test_a_window_of_a_stream_is_read_again(pool: Pool, rows: str, tmp_path: Path) -> None:
+    windows: dict[str, Any] = {"accumulate": 4, "data": {"streaming": True}}
+    save: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [InWindow(str(tmp_path), ())]}
+    whole = pool.run(run, 1, rows, str(tmp_path), {}, trainer={"max_steps": 13, **save}, **windows)[0]
+    for step in (3, 9):
+        ckpt = str(tmp_path / f"in-window-{step}.ckpt")
+        story = pool.run(run, 1, rows, str(tmp_path), {}, ckpt=ckpt, trainer={"max_steps": 13}, **windows)[0]
+        check_equal(whole, story, step)
+
+
 def test_a_window_of_a_loader_that_only_knows_its_own_place(pool: Pool, rows: str, tmp_path: Path) -> None:
     data = {"own_loader": {"shuffle": False, "counting": True}}
     whole = plain(rows, data={"own_loader": {"shuffle": False}}, max_steps=14)

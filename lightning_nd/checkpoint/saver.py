@@ -35,6 +35,7 @@ from lightning_nd.checkpoint.manifest import (
 from lightning_nd.checkpoint.pieces import Pieces
 from lightning_nd.checkpoint.staging import Staging
 from lightning_nd.data.loader import StatefulLoader
+from lightning_nd.data.stream import StreamLoader
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -423,7 +424,7 @@ class Saver:
 def _foreign_loaders(trainer: pl.Trainer) -> bool:
     """Whether some training loader keeps its place in a state that is not ours."""
     loader = trainer.fit_loop._combined_loader
-    return loader is not None and not all(isinstance(one, StatefulLoader) for one in loader.flattened)
+    return loader is not None and not all(isinstance(one, StatefulLoader | StreamLoader) for one in loader.flattened)
 
 
 def _fill(tensor: Tensor, whole: Tensor) -> None:
