@@ -109,12 +109,23 @@ def test_data_of_every_kind_goes_on_at_the_next_row(pool: Pool, rows: str, name:
         check_continues(whole, story, 4)
 
 
-@pytest.mark.parametrize("data", [{}, {"packing": True, "max_length": 40}, {"own_loader": {"shuffle": False}}], ids=str)
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"packing": True, "max_length": 40},
+        {"streaming": True},
+        {"streaming": True, "num_workers": 2},
+        {"own_loader": {"shuffle": False}},
+        {"own_loader": {"shuffle": False, "num_workers": 2}},
+    ],
+    ids=str,
+)
 def test_a_schedule_that_asks_for_the_number_of_steps(
     pool: Pool, rows: str, data: dict[str, Any], tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"data": data, "module": {"total_steps": None}}
-    limits = {"max_steps": -1, "max_epochs": 2}
+    limits = {"max_steps": 14 if "streaming" in data else -1, "max_epochs": 2}  # a stream's length is not known
     whole = plain(rows, **options, **limits)
     pool.run(run, 2, rows, str(tmp_path), {"dp_shard": 2}, save_at=(4,), trainer=limits, **options)
     ckpt = str(tmp_path / "step-4.ckpt")

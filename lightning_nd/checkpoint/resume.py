@@ -175,6 +175,16 @@ def fit_to_layout(fit_loop: Any) -> None:
             setattr(counts, name, getattr(counts, name) + change)
 
 
+def tell_places(fit_loop: Any) -> None:
+    """Tell loaders their places where Lightning has not: they were there before the states.
+
+    So it is where a schedule has asked for the number of steps. What has begun to read is begun anew.
+    """
+    if fit_loop.restarting and fit_loop._combined_loader_states_to_load:
+        fit_loop._load_combined_loader_states()
+        iter(fit_loop._data_fetcher)
+
+
 def spare_callbacks(trainer: pl.Trainer) -> None:
     """Do not save the step again that a run goes on from: within its next window, whose begin is that step's end."""
     for callback in trainer.checkpoint_callbacks:

@@ -146,9 +146,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
         trainer = self._trainer()
         if self.saver.loaded is not None:
             resume.check_recipe(self.saver.loaded, trainer)
-            # where the number of steps was asked for, the loaders were there before the states, and Lightning has not
-            # told them their places
-            trainer.fit_loop._load_combined_loader_states()
+            resume.tell_places(trainer.fit_loop)
             resume.fit_to_layout(trainer.fit_loop)
             resume.begin_epoch(trainer.fit_loop)
             self.saver.begin_epoch(trainer)
