@@ -270,6 +270,11 @@ def test_a_folder_with_an_earlier_run_is_refused_with_working_remedies() -> None
     assert parse(BASE, command="validate").trainer.default_root_dir == "runs/recipe"
 
 
+def test_an_empty_path_of_a_checkpoint_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--ckpt_path is empty: give a checkpoint or 'last'"):
+        parse(BASE, "--ckpt_path", "")
+
+
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_parse(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("train.jsonl", "val.jsonl"):

@@ -118,6 +118,14 @@ def test_weight_decay_leaves_norms_and_biases_out() -> None:
     assert len(built(module, lr=0.1, class_path="torch.optim.SGD").param_groups) == 1
 
 
+@pytest.mark.parametrize("steps", [-1, float("inf")])
+def test_a_schedule_of_a_run_without_an_end_is_refused(steps: float) -> None:
+    module = attached(SimpleNamespace(datamodule=None, estimated_stepping_batches=steps))
+    schedule = {"class_path": "lightning_nd.recipes.WarmupDecay"}
+    with pytest.raises(ValueError, match=r"needs an end: set trainer.max_steps, .* not with data.streaming"):
+        configure_optimizers(module, {"class_path": "torch.optim.AdamW"}, schedule)
+
+
 def run_of(module: Net, ranks: int, scaling: Scaling) -> Net:
     module._trainer = SimpleNamespace(  # type: ignore[assignment]
         datamodule=SimpleNamespace(micro_batch_size=2, max_length=100, packing=True),

@@ -202,6 +202,8 @@ class NDCLI(LightningCLI):
 
     def check_inputs(self) -> None:
         """Refuse input files that do not exist, before anything is built."""
+        if self.config.ckpt_path == "":
+            raise ConfigError("--ckpt_path is empty: give a checkpoint or 'last', or leave it out.")
         if not self.is_dry:  # which reads no row
             self.parser.paths.check(self.config)  # type: ignore[attr-defined]
 

@@ -167,7 +167,7 @@ def configure_optimizers(
     init_args = dict(scheduler.get("init_args") or {})
     if _is_warmup_decay(scheduler) and init_args.get("total_steps") is None:
         total = module.trainer.estimated_stepping_batches
-        if not math.isfinite(total):
+        if not math.isfinite(total) or total < 1:  # Lightning gives max_steps, -1, for a stream
             raise ValueError(
                 "The learning-rate schedule needs an end: set trainer.max_steps, or trainer.max_epochs where the"
                 " number of batches is known (it is not with data.streaming)."
