@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -235,6 +236,8 @@ class CheckpointedStrategy(ModelParallelStrategy):
 
     def _check_alive(self) -> None:
         """Refuse to save where a callback is told of an error (`on_exception`): other ranks do not come any more."""
+        if self._saver is None:  # the fit has been refused, and a callback saves on errors
+            raise RankFailedError(f"NDStrategy: there is nothing to save yet. {self._failure or sys.exception() or ''}")
         trainer = self._trainer()
         if self._failure is None or self.world_size == 1 or trainer.state.status != TrainerStatus.INTERRUPTED:
             return
