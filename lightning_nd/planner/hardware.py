@@ -104,8 +104,9 @@ def find_gpu(name: str, extra: Path | None = None) -> GPU:
     found = [gpu for gpu in gpus if gpu == wanted] or [gpu for gpu in gpus if gpu.startswith(wanted)]
     if len(found) == 1:
         return gpus[found[0]]
-    what = f"several GPUs are called so: {', '.join(found)}" if found else nearest(wanted, list(gpus))
-    raise ValueError(f"--gpu {name}: {what}. Known: {', '.join(gpus)}; others go into a file given as --gpu-file.")
+    what = f"several GPUs are called so: {', '.join(found)}." if found else nearest(wanted, list(gpus))
+    known = "" if what.startswith("allowed") else f" Known: {', '.join(gpus)}"
+    raise ValueError(f"--gpu {name}: {what}{known}; others go into a file given as --gpu-file.")
 
 
 def _read(name: str, entry: Mapping[str, Any], extra: Path | None) -> GPU:
