@@ -317,7 +317,7 @@ def test_the_command_writes_what_fit_reads(tmp_path: Path, capsys: pytest.Captur
     assert main([*request, "--explain", "tp=2"]) == 0
     assert "Memory of one rank" in capsys.readouterr().out
     assert main([*request[:-4], "--gpu", "b100", "--seq-len", "2048"]) == 2
-    assert "Known: a100-80gb" in capsys.readouterr().err
+    assert "b100: allowed here: a100-40gb, a100-80gb" in capsys.readouterr().err
 
 
 def test_one_rank_of_many_is_simulated() -> None:
