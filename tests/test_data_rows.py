@@ -123,6 +123,7 @@ def turns(answer, question=()):
         ({"prompt": "a", "completion": None}, "'completion' is null; a row has"),
         ({"prompt": None, "completion": None}, "'prompt' and 'completion' are null; a row has"),
         (turns({"train": 0.5}), "turn 2 (assistant) has 'train': 0.5; it must be true or false"),
+        (turns({"train": 0}), "turn 2 (assistant) has 'train': 0; it must be true or false"),
         (turns({}, {"train": True}), "turn 1 (user) has 'train': true; only assistant turns"),
         (turns({"train": False}), "no supervised token: the turns that it could learn have 'train': false"),
     ],

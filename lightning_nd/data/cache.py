@@ -82,7 +82,6 @@ def key_of(tokenizer: PreTrainedTokenizerBase, digests: list[str], settings: dic
         code.update(path.read_bytes())
     parts = {
         "code": code.hexdigest(),
-        "encoding": 2,  # counted up when the same row is encoded otherwise
         "libraries": [transformers.__version__, tokenizers.__version__],
         "tokenizer": fingerprint(tokenizer),
         "files": digests,

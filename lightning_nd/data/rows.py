@@ -163,7 +163,7 @@ def _message(message: Message, number: int) -> Message:
     if role not in ROLES:
         raise RowError(f"turn {number} has the unknown role {role!r}; allowed are {', '.join(ROLES)}")
     train = message.get("train")
-    if train not in (None, True, False):
+    if train is not None and not isinstance(train, bool):
         raise RowError(f"turn {number} ({role}) has 'train': {train!r}; it must be true or false")
     if train and role != "assistant":
         raise RowError(f"turn {number} ({role}) has 'train': true; only assistant turns are supervised one by one")
